@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: MIT */
+/* The one way in which a tool's function says what went wrong. */
+#ifndef PUZZLEKV_TOOLS_ERROR_H
+#define PUZZLEKV_TOOLS_ERROR_H
+
+#include <stdbool.h>
+
+/* One line without a newline: "WHAT: WHY", e.g. "model.gguf: general.alignment: 0 is not a power
+ * of two". Control characters that came out of a file are replaced by '?'. */
+struct error {
+    char text[512];
+};
+
+/* Fills `error` (which may be NULL) and returns false, so that a function can end with
+ * `return error_set(error, ...)`. */
+bool error_set(struct error *error, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+#endif
