@@ -1,0 +1,231 @@
+/* SPDX-License-Identifier: MIT */
+/* tools/runner/products.c: every weight type against sums in double precision. */
+#include <check.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "products.h"
+
+static uint32_t random_state;
+
+static uint32_t random_u32(void)
+{
+    random_state = random_state * 1664525u + 1013904223u;
+    return random_state >> 8;
+}
+
+static float random_float(void)
+{
+    return (float)random_u32() / (float)(1u << 23) - 1;
+}
+
+/* Random blocks whose f16 and bf16 fields are small finite numbers. */
+static void fill_weight(struct weight *w, enum quant_type type, size_t rows, size_t columns)
+{
+    const struct quant_info *info = quant_info(type);
+    unsigned char *data;
+
+    w->type = type;
+    w->rows = rows;
+    w->columns = columns;
+    ck_assert(quant_row_bytes(type, columns, &w->row_bytes));
+    data = malloc(rows * w->row_bytes);
+    ck_assert_ptr_nonnull(data);
+    for (size_t i = 0; i < rows * w->row_bytes; i++)
+        data[i] = (unsigned char)random_u32();
+    for (size_t b = 0; b < rows * w->row_bytes / info->block_bytes; b++) {
+        unsigned char *block = data + b * info->block_bytes;
+        float value = random_float();
+        uint32_t bits;
+
+        memcpy(&bits, &value, sizeof bits);
+        switch (type) {
+        case QUANT_F32:
+            memcpy(block, &value, sizeof value);
+            break;
+        case QUANT_F16: /* 2^-15 .. 2^-7, with subnormals among them */
+            block[1] = (unsigned char)((block[1] & 0x80) | random_u32() % 0x20);
+            break;
+        case QUANT_BF16:
+            block[0] = (unsigned char)(bits >> 16);
+            block[1] = (unsigned char)(bits >> 24);
+            break;
+        default: /* scale, and minimum of Q4_1 */
+            block[1] = (unsigned char)(0x20 + random_u32() % 8);
+            if (type == QUANT_Q4_1)
+                block[3] = (unsigned char)(0xa0 + random_u32() % 8);
+        }
+    }
+    w->data = data;
+}
+
+static float *random_rows(size_t count)
+{
+    float *x = malloc(count * sizeof *x);
+
+    ck_assert_ptr_nonnull(x);
+    for (size_t i = 0; i < count; i++)
+        x[i] = random_float();
+    return x;
+}
+
+/* An f32 sum of n terms errs by at most about n * 2^-24 of the sum of their magnitudes; sums in
+ * lanes and panels stay far below it. */
+static void compare(const struct weight *w, const float *x, size_t x_stride, size_t rows,
+                    const float *y, size_t y_stride, float offset)
+{
+    float *row = malloc(w->columns * sizeof *row);
+
+    ck_assert_ptr_nonnull(row);
+    for (size_t j = 0; j < w->rows; j++) {
+        quant_info(w->type)->dequantise((const char *)w->data + j * w->row_bytes, w->columns, row);
+        for (size_t r = 0; r < rows; r++) {
+            double sum = offset, magnitude = fabs((double)offset);
+
+            for (size_t i = 0; i < w->columns; i++) {
+                sum += (double)row[i] * x[r * x_stride + i];
+                magnitude += fabs((double)row[i] * x[r * x_stride + i]);
+            }
+            ck_assert_double_le(fabs(y[r * y_stride + j] - sum), 4e-6 * magnitude);
+        }
+    }
+    free(row);
+}
+
+static const size_t row_counts[] = {1, 2, 8, 9, 40, PRODUCTS_BLOCK_ROWS};
+
+START_TEST(test_values)
+{
+    enum quant_type type = (enum quant_type)_i;
+    struct error error;
+    struct products *products;
+
+    random_state = 1 + (uint32_t)_i;
+    ck_assert(products_open(2, &products, &error));
+    for (size_t n = 0; n < sizeof row_counts / sizeof *row_counts; n++) {
+        size_t rows = row_counts[n], columns = 32 * (1 + n % 3 * 3), x_stride = columns + 5;
+        struct weight first, second;
+
+        fill_weight(&first, type, 131, columns);
+        fill_weight(&second, type, 1, columns);
+        float *x = random_rows(rows * x_stride);
+        float *y = random_rows(rows * 140);
+        float *z = random_rows(rows);
+        struct product list[] = {{&first, y, 140, false}, {&second, z, 1, true}};
+
+        for (size_t r = 0; r < rows; r++)
+            z[r] = 0.5f;
+        y[131] = 7; /* behind the row: must stay */
+        ck_assert(products_multiply(products, x, x_stride, rows, list, 2, &error));
+        compare(&first, x, x_stride, rows, y, 140, 0);
+        compare(&second, x, x_stride, rows, z, 1, 0.5f);
+        ck_assert_float_eq(y[131], 7);
+        free((void *)first.data);
+        free((void *)second.data);
+        free(x);
+        free(y);
+        free(z);
+    }
+    products_close(products);
+}
+END_TEST
+
+START_TEST(test_odd_columns)
+{
+    static const enum quant_type types[] = {QUANT_F32, QUANT_F16, QUANT_BF16};
+    struct error error;
+    struct products *products;
+
+    random_state = 5;
+    ck_assert(products_open(1, &products, &error));
+    for (size_t t = 0; t < 3; t++) {
+        for (size_t columns = 1; columns < 70; columns += 4) {
+            struct weight w;
+
+            fill_weight(&w, types[t], 3, columns);
+            float *x = random_rows(9 * columns), y[9 * 3];
+            struct product product = {&w, y, 3, false};
+
+            ck_assert(products_multiply(products, x, columns, 1, &product, 1, &error));
+            compare(&w, x, columns, 1, y, 3, 0);
+            ck_assert(products_multiply(products, x, columns, 9, &product, 1, &error));
+            compare(&w, x, columns, 9, y, 3, 0);
+            free((void *)w.data);
+            free(x);
+        }
+    }
+    products_close(products);
+}
+END_TEST
+
+START_TEST(test_threads)
+{
+    static const unsigned threads[] = {1, 2, 5};
+    struct error error;
+    struct weight w;
+
+    random_state = 9;
+    fill_weight(&w, QUANT_Q4_1, 333, 576);
+    float *x = random_rows(100 * 576), *expected = random_rows(100 * 333);
+    float *y = random_rows(100 * 333);
+
+    for (size_t rows = 1; rows <= 100; rows += 99) {
+        for (size_t t = 0; t < 3; t++) {
+            struct product product = {&w, t == 0 ? expected : y, 333, false};
+            struct products *products;
+
+            ck_assert(products_open(threads[t], &products, &error));
+            ck_assert(products_multiply(products, x, 576, rows, &product, 1, &error));
+            products_close(products);
+            if (t > 0)
+                ck_assert_mem_eq(y, expected, rows * 333 * sizeof *y);
+        }
+    }
+    free((void *)w.data);
+    free(x);
+    free(expected);
+    free(y);
+}
+END_TEST
+
+START_TEST(test_swiglu)
+{
+    struct error error;
+    struct products *products;
+    float gate[301], up[301], before[301];
+
+    ck_assert(products_open(1, &products, &error));
+    for (int i = 0; i < 301; i++) {
+        before[i] = gate[i] = (float)(i - 150) * (i % 2 ? 0.9f : 0.03f);
+        up[i] = 1 + (float)i / 300;
+    }
+    products_swiglu(products, gate, up, 301);
+    for (int i = 0; i < 301; i++) {
+        double expected = up[i] * (double)before[i] / (1 + exp(-(double)before[i]));
+
+        /* exp is clamped where its result no longer matters: below e^-87 a product is noise. */
+        ck_assert_double_le(fabs(gate[i] - expected), 1e-6 * fabs(expected) + 1e-35);
+    }
+    products_close(products);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("products");
+    TCase *tests = tcase_create("products");
+
+    tcase_add_loop_test(tests, test_values, 0, QUANT_TYPES);
+    tcase_add_test(tests, test_odd_columns);
+    tcase_add_test(tests, test_threads);
+    tcase_add_test(tests, test_swiglu);
+    suite_add_tcase(suite, tests);
+
+    SRunner *runner = srunner_create(suite);
+    int failed;
+
+    srunner_run_all(runner, CK_ENV);
+    failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

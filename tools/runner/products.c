@@ -1,0 +1,226 @@
+/* SPDX-License-Identifier: MIT */
+/* Matrix products of activations with mapped, possibly quantised weights. */
+#include "products.h"
+
+#ifdef HAVE_CONFIG_H
+#include <config.h>
+#endif
+
+#include <cblas.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "products_kernels.h"
+
+/* Up to here rows read the packed weights one by one; beyond, expanding a panel pays. */
+#define FEW_ROWS 8
+/* Weight rows that are expanded and handed to BLAS at once. */
+#define PANEL_ROWS 64
+/* Weight rows of one task when there are few rows. */
+#define STRIP_ROWS 16
+
+struct products {
+    unsigned threads;
+    const struct products_kernels *kernels;
+    float *panels; /* [threads, PANEL_ROWS, panel_columns] */
+    size_t panel_columns;
+    float *sums; /* of blocks of few rows [FEW_ROWS, sums_columns / ACTIVATION_BLOCK] */
+    size_t sums_columns;
+};
+
+static const struct products_kernels *choose_kernels(void)
+{
+#ifdef HAVE_AVX512_KERNELS
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return &products_avx512;
+#endif
+#ifdef HAVE_AVX2_KERNELS
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c"))
+        return &products_avx2;
+#endif
+    return &products_generic;
+}
+
+bool products_open(unsigned threads, struct products **products, struct error *error)
+{
+    struct products *p = calloc(1, sizeof *p);
+
+    *products = NULL;
+    if (p == NULL)
+        return error_set(error, "matrix products: out of memory");
+    p->threads = threads;
+    p->kernels = choose_kernels();
+    *products = p;
+    return true;
+}
+
+void products_close(struct products *products)
+{
+    if (products == NULL)
+        return;
+    free(products->panels);
+    free(products->sums);
+    free(products);
+}
+
+const char *products_isa(const struct products *products)
+{
+    return products->kernels->name;
+}
+
+void products_swiglu(const struct products *products, float *gate, const float *up, size_t n)
+{
+    products->kernels->swiglu(gate, up, n);
+}
+
+static bool resize(void *pointer, size_t count, size_t size)
+{
+    void **slot = pointer;
+    size_t bytes;
+
+    free(*slot);
+    *slot = NULL;
+    if (__builtin_mul_overflow(count, size, &bytes) || bytes > SIZE_MAX - 64)
+        return false;
+    *slot = aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
+    return *slot != NULL;
+}
+
+static bool prepare(struct products *p, const float *x, size_t x_stride, size_t rows,
+                    size_t columns, struct activations *out)
+{
+    size_t blocks = columns / ACTIVATION_BLOCK;
+
+    if (columns > p->sums_columns) {
+        p->sums_columns = 0;
+        if (!resize(&p->sums, blocks, FEW_ROWS * sizeof *p->sums))
+            return false;
+        p->sums_columns = columns;
+    }
+    for (size_t r = 0; r < rows; r++) {
+        float *sums = p->sums + r * blocks;
+
+        out[r] = (struct activations){x + r * x_stride, sums};
+        for (size_t b = 0; b < blocks; b++) {
+            sums[b] = 0;
+            for (size_t i = 0; i < ACTIVATION_BLOCK; i++)
+                sums[b] += out[r].x[b * ACTIVATION_BLOCK + i];
+        }
+    }
+    return true;
+}
+
+/* A task is a strip of some weight rows of one matrix: which matrix, and its first row. */
+static const struct product *find_task(const struct product *list, size_t task, size_t task_rows,
+                                       size_t *first)
+{
+    for (;; list++) {
+        size_t tasks = (list->weight->rows + task_rows - 1) / task_rows;
+
+        if (task < tasks) {
+            *first = task * task_rows;
+            return list;
+        }
+        task -= tasks;
+    }
+}
+
+static size_t count_tasks(const struct product *list, size_t count, size_t task_rows)
+{
+    size_t tasks = 0;
+
+    for (size_t i = 0; i < count; i++)
+        tasks += (list[i].weight->rows + task_rows - 1) / task_rows;
+    return tasks;
+}
+
+static size_t task_end(const struct weight *w, size_t first, size_t task_rows)
+{
+    return w->rows - first < task_rows ? w->rows : first + task_rows;
+}
+
+static void multiply_few(const struct products *p, const struct activations *rows, size_t n_rows,
+                         const struct product *list, size_t count)
+{
+    size_t tasks = count_tasks(list, count, STRIP_ROWS);
+
+#pragma omp parallel for num_threads(p->threads) schedule(static) if (tasks > 1)
+    for (size_t task = 0; task < tasks; task++) {
+        size_t first;
+        const struct product *product = find_task(list, task, STRIP_ROWS, &first);
+        const struct weight *w = product->weight;
+        products_dot *dot = p->kernels->dot[w->type];
+
+        for (size_t j = first; j < task_end(w, first, STRIP_ROWS); j++) {
+            const void *row = (const char *)w->data + j * w->row_bytes;
+
+            for (size_t r = 0; r < n_rows; r++) {
+                float *y = product->y + r * product->y_stride + j;
+                float value = dot(row, &rows[r], w->columns);
+
+                *y = product->add ? *y + value : value;
+            }
+        }
+    }
+}
+
+/* BLAS runs on one thread here (the programs see to that), so parallel calls do not meet. */
+static void multiply_panels(const struct products *p, const float *x, size_t x_stride, size_t rows,
+                            const struct product *list, size_t count)
+{
+    size_t tasks = count_tasks(list, count, PANEL_ROWS);
+
+#pragma omp parallel for num_threads(p->threads) schedule(dynamic)
+    for (size_t task = 0; task < tasks; task++) {
+        size_t first;
+        const struct product *product = find_task(list, task, PANEL_ROWS, &first);
+        const struct weight *w = product->weight;
+        size_t end = task_end(w, first, PANEL_ROWS);
+        size_t thread = 0;
+#ifdef _OPENMP
+        thread = (size_t)omp_get_thread_num();
+#endif
+        float *panel = p->panels + thread * PANEL_ROWS * p->panel_columns;
+
+        for (size_t j = first; j < end; j++)
+            quant_info(w->type)->dequantise((const char *)w->data + j * w->row_bytes, w->columns,
+                                            panel + (j - first) * w->columns);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)rows, (int)(end - first),
+                    (int)w->columns, 1, x, (int)x_stride, panel, (int)w->columns,
+                    product->add ? 1 : 0, product->y + first, (int)product->y_stride);
+    }
+}
+
+bool products_multiply(struct products *products, const float *x, size_t x_stride, size_t rows,
+                       const struct product *list, size_t count, struct error *error)
+{
+    size_t columns = list[0].weight->columns;
+
+    if (rows <= FEW_ROWS) {
+        struct activations prepared[FEW_ROWS];
+
+        if (!prepare(products, x, x_stride, rows, columns, prepared))
+            return error_set(error, "matrix products: out of memory for %zu columns", columns);
+        multiply_few(products, prepared, rows, list, count);
+        return true;
+    }
+    if (columns > products->panel_columns) {
+        size_t panel;
+
+        products->panel_columns = 0;
+        if (columns > INT_MAX ||
+            __builtin_mul_overflow((size_t)products->threads * PANEL_ROWS, columns, &panel) ||
+            !resize(&products->panels, panel, sizeof *products->panels))
+            return error_set(error, "matrix products: out of memory for %zu columns", columns);
+        products->panel_columns = columns;
+    }
+    multiply_panels(products, x, x_stride, rows, list, count);
+    return true;
+}

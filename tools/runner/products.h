@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: MIT */
+/* Matrix products of activations with mapped, possibly quantised weights. */
+#ifndef PUZZLEKV_TOOLS_RUNNER_PRODUCTS_H
+#define PUZZLEKV_TOOLS_RUNNER_PRODUCTS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "../error.h"
+#include "model.h"
+
+/* Rows of activations that are multiplied at once. Callers cut a sequence at multiples of it, counted
+ * from the sequence's first token, so that the blocks, and with them the bits, do not depend on how
+ * the work is spread over threads. */
+#define PRODUCTS_BLOCK_ROWS 256
+
+/* y = x W^T for one matrix: y[rows, weight->rows]. */
+struct product {
+    const struct weight *weight;
+    float *y;
+    size_t y_stride; /* from one row to the next */
+    bool add;        /* y += x W^T */
+};
+
+/* One calling thread at a time; the products themselves use `threads` threads. */
+struct products;
+
+/* `threads` >= 1. */
+bool products_open(unsigned threads, struct products **products, struct error *error);
+
+/* Accepts NULL. */
+void products_close(struct products *products);
+
+/* The instruction set in use, e.g. "avx2"; a constant. */
+const char *products_isa(const struct products *products);
+
+/*
+ * Multiplies the same `rows` (<= PRODUCTS_BLOCK_ROWS) rows x[rows, columns], x_stride apart, with
+ * `count` matrices of equal `columns`. Few rows read the weights as they are; more rows go through
+ * panels of them expanded to f32, and BLAS; activations stay f32. The result does not depend on the number of threads.
+ */
+bool products_multiply(struct products *products, const float *x, size_t x_stride, size_t rows,
+                       const struct product *list, size_t count, struct error *error);
+
+/* gate[i] = up[i] * silu(gate[i]), silu(z) = z / (1 + exp(-z)); thread-safe. */
+void products_swiglu(const struct products *products, float *gate, const float *up, size_t n);
+
+#endif

@@ -1,0 +1,6 @@
+/* SPDX-License-Identifier: MIT */
+/* Inner loops of products.c for AVX-512. */
+#define PRODUCTS_TABLE products_avx512
+#define PRODUCTS_NAME  "avx512"
+
+#include "products_body.h"

@@ -1,0 +1,6 @@
+/* SPDX-License-Identifier: MIT */
+/* Inner loops of products.c for the build's base instruction set. */
+#define PRODUCTS_TABLE products_generic
+#define PRODUCTS_NAME  "generic"
+
+#include "products_body.h"
