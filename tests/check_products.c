@@ -4,7 +4,32 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include <puzzlekv.h>
+
 #include "products.h"
+
+/* What this machine runs, as the library finds it. */
+static const char *isas[4];
+static size_t isa_count;
+
+static void find_isas(void)
+{
+    static const char *const names[] = {"generic", "avx2", "avx512", "neon"};
+
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        pkv_config config;
+        pkv_cache *cache;
+
+        pkv_config_init(&config);
+        config.layers = config.query_heads = config.kv_heads = 1;
+        config.head_dim = 64;
+        config.max_tokens = 32;
+        config.isa = names[i];
+        if (pkv_cache_open(&config, &cache, NULL) == PKV_OK)
+            isas[isa_count++] = names[i];
+        pkv_cache_close(cache);
+    }
+}
 
 static uint32_t random_state;
 
@@ -96,12 +121,12 @@ static const size_t row_counts[] = {1, 2, 8, 9, 40, PRODUCTS_BLOCK_ROWS};
 
 START_TEST(test_values)
 {
-    enum quant_type type = (enum quant_type)_i;
+    enum quant_type type = (enum quant_type)(_i % QUANT_TYPES);
     struct error error;
     struct products *products;
 
     random_state = 1 + (uint32_t)_i;
-    ck_assert(products_open(2, &products, &error));
+    ck_assert(products_open(2, isas[_i / QUANT_TYPES], &products, &error));
     for (size_t n = 0; n < sizeof row_counts / sizeof *row_counts; n++) {
         size_t rows = row_counts[n], columns = 32 * (1 + n % 3 * 3), x_stride = columns + 5;
         struct weight first, second;
@@ -137,7 +162,7 @@ START_TEST(test_odd_columns)
     struct products *products;
 
     random_state = 5;
-    ck_assert(products_open(1, &products, &error));
+    ck_assert(products_open(1, isas[_i], &products, &error));
     for (size_t t = 0; t < 3; t++) {
         for (size_t columns = 1; columns < 70; columns += 4) {
             struct weight w;
@@ -174,7 +199,7 @@ START_TEST(test_threads)
             struct product product = {&w, t == 0 ? expected : y, 333, false};
             struct products *products;
 
-            ck_assert(products_open(threads[t], &products, &error));
+            ck_assert(products_open(threads[t], isas[_i], &products, &error));
             ck_assert(products_multiply(products, x, 576, rows, &product, 1, &error));
             products_close(products);
             if (t > 0)
@@ -194,7 +219,7 @@ START_TEST(test_swiglu)
     struct products *products;
     float gate[301], up[301], before[301];
 
-    ck_assert(products_open(1, &products, &error));
+    ck_assert(products_open(1, isas[_i], &products, &error));
     for (int i = 0; i < 301; i++) {
         before[i] = gate[i] = (float)(i - 150) * (i % 2 ? 0.9f : 0.03f);
         up[i] = 1 + (float)i / 300;
@@ -212,13 +237,15 @@ END_TEST
 
 int main(void)
 {
+    find_isas();
+
     Suite *suite = suite_create("products");
     TCase *tests = tcase_create("products");
 
-    tcase_add_loop_test(tests, test_values, 0, QUANT_TYPES);
-    tcase_add_test(tests, test_odd_columns);
-    tcase_add_test(tests, test_threads);
-    tcase_add_test(tests, test_swiglu);
+    tcase_add_loop_test(tests, test_values, 0, (int)(isa_count * QUANT_TYPES));
+    tcase_add_loop_test(tests, test_odd_columns, 0, (int)isa_count);
+    tcase_add_loop_test(tests, test_threads, 0, (int)isa_count);
+    tcase_add_loop_test(tests, test_swiglu, 0, (int)isa_count);
     suite_add_tcase(suite, tests);
 
     SRunner *runner = srunner_create(suite);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* tools/runner/transformer.c on the tiny models, against logits of an independent implementation. */
+/* tools/runner/transformer.c on the tiny models, against logits of an independent implementation.
+ */
 #include <check.h>
 #include <jansson.h>
 #include <math.h>
@@ -53,6 +54,7 @@ static void open_setup(struct setup *s, const char *folder, pkv_factors factors,
                        const struct transformer_options *options)
 {
     struct error error;
+    struct transformer_options chosen = *options;
     char path[1024], message[PKV_MESSAGE_BYTES];
     pkv_config config;
     json_error_t json_error;
@@ -68,7 +70,6 @@ static void open_setup(struct setup *s, const char *folder, pkv_factors factors,
 
     data_path(path, sizeof path, folder, ".");
     ck_assert_msg(model_open(path, &s->model, &error), "%s", error.text);
-    ck_assert_msg(transformer_open(s->model, options, &s->transformer, &error), "%s", error.text);
     pkv_config_init(&config);
     transformer_describe(s->model, &config);
     config.factors_k = config.factors_v = factors;
@@ -77,6 +78,8 @@ static void open_setup(struct setup *s, const char *folder, pkv_factors factors,
     config.threads = options->threads;
     ck_assert_msg(pkv_cache_open(&config, &s->cache, message) == PKV_OK, "%s", message);
     ck_assert_int_eq(pkv_seq_open(s->cache, &s->seq), PKV_OK);
+    chosen.isa = pkv_cache_isa(s->cache);
+    ck_assert_msg(transformer_open(s->model, &chosen, &s->transformer, &error), "%s", error.text);
     s->logits = malloc(s->model->vocabulary * sizeof *s->logits);
     ck_assert_ptr_nonnull(s->logits);
 }
@@ -93,9 +96,8 @@ static void feed(struct setup *s, const int32_t *ids, size_t count)
 {
     struct error error;
 
-    ck_assert_msg(
-        transformer_step(s->transformer, s->cache, s->seq, ids, count, s->logits, &error), "%s",
-        error.text);
+    ck_assert_msg(transformer_step(s->transformer, s->cache, s->seq, ids, count, s->logits, &error),
+                  "%s", error.text);
 }
 
 static double difference(const float *a, const float *b, size_t n)
@@ -119,8 +121,7 @@ START_TEST(test_raw_logits)
 
     for (size_t i = 0; i < IDS; i++) {
         feed(&s, s.ids + i, 1);
-        ck_assert_double_le(difference(s.logits, expected + i * vocabulary, vocabulary),
-                            TOLERANCE);
+        ck_assert_double_le(difference(s.logits, expected + i * vocabulary, vocabulary), TOLERANCE);
     }
     /* The same in steps that cross pages. */
     for (size_t count = 1; count <= IDS; count += count / 3 + 1) {
@@ -150,10 +151,9 @@ START_TEST(test_puzzle_logits)
     for (size_t i = 0; i < IDS - PROMPT; i++) {
         if (i > 0)
             feed(&s, s.ids + PROMPT + i - 1, 1);
-        ck_assert_double_le(difference(s.logits, expected + i * vocabulary, vocabulary),
-                            TOLERANCE);
-        from_raw = fmax(from_raw, difference(s.logits, raw + (PROMPT - 1 + i) * vocabulary,
-                                             vocabulary));
+        ck_assert_double_le(difference(s.logits, expected + i * vocabulary, vocabulary), TOLERANCE);
+        from_raw =
+            fmax(from_raw, difference(s.logits, raw + (PROMPT - 1 + i) * vocabulary, vocabulary));
     }
     /* Random weights have flat spectra: nothing factorized would show here. */
     ck_assert_double_ge(from_raw, 1);

@@ -13,7 +13,6 @@ struct error {
 
 /* Fills `error` (which may be NULL) and returns false, so that a function can end with
  * `return error_set(error, ...)`. */
-bool error_set(struct error *error, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
+bool error_set(struct error *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #endif

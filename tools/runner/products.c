@@ -33,22 +33,28 @@ struct products {
     size_t sums_columns;
 };
 
-static const struct products_kernels *choose_kernels(void)
+/* The library has already checked that the machine runs what it names. */
+static const struct products_kernels *find_kernels(const char *isa)
 {
+    static const struct products_kernels *const tables[] = {
 #ifdef HAVE_AVX512_KERNELS
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return &products_avx512;
+        &products_avx512,
 #endif
 #ifdef HAVE_AVX2_KERNELS
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c"))
-        return &products_avx2;
+        &products_avx2,
 #endif
+        &products_generic,
+    };
+
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
+        if (strcmp(tables[i]->name, isa) == 0)
+            return tables[i];
+    }
     return &products_generic;
 }
 
-bool products_open(unsigned threads, struct products **products, struct error *error)
+bool products_open(unsigned threads, const char *isa, struct products **products,
+                   struct error *error)
 {
     struct products *p = calloc(1, sizeof *p);
 
@@ -56,7 +62,7 @@ bool products_open(unsigned threads, struct products **products, struct error *e
     if (p == NULL)
         return error_set(error, "matrix products: out of memory");
     p->threads = threads;
-    p->kernels = choose_kernels();
+    p->kernels = find_kernels(isa);
     *products = p;
     return true;
 }
@@ -68,11 +74,6 @@ void products_close(struct products *products)
     free(products->panels);
     free(products->sums);
     free(products);
-}
-
-const char *products_isa(const struct products *products)
-{
-    return products->kernels->name;
 }
 
 void products_swiglu(const struct products *products, float *gate, const float *up, size_t n)

@@ -9,9 +9,9 @@
 #include "../error.h"
 #include "model.h"
 
-/* Rows of activations that are multiplied at once. Callers cut a sequence at multiples of it, counted
- * from the sequence's first token, so that the blocks, and with them the bits, do not depend on how
- * the work is spread over threads. */
+/* Rows of activations that are multiplied at once. Callers cut a sequence at multiples of it,
+ * counted from the sequence's first token, so that the blocks, and with them the bits, do not
+ * depend on how the work is spread over threads. */
 #define PRODUCTS_BLOCK_ROWS 256
 
 /* y = x W^T for one matrix: y[rows, weight->rows]. */
@@ -25,19 +25,19 @@ struct product {
 /* One calling thread at a time; the products themselves use `threads` threads. */
 struct products;
 
-/* `threads` >= 1. */
-bool products_open(unsigned threads, struct products **products, struct error *error);
+/* `threads` >= 1. `isa` is what pkv_cache_isa() says; an instruction set for which there are no
+ * loops here means the generic ones. */
+bool products_open(unsigned threads, const char *isa, struct products **products,
+                   struct error *error);
 
 /* Accepts NULL. */
 void products_close(struct products *products);
 
-/* The instruction set in use, e.g. "avx2"; a constant. */
-const char *products_isa(const struct products *products);
-
 /*
  * Multiplies the same `rows` (<= PRODUCTS_BLOCK_ROWS) rows x[rows, columns], x_stride apart, with
  * `count` matrices of equal `columns`. Few rows read the weights as they are; more rows go through
- * panels of them expanded to f32, and BLAS; activations stay f32. The result does not depend on the number of threads.
+ * panels of them expanded to f32, and BLAS; activations stay f32. The result does not depend on the
+ * number of threads.
  */
 bool products_multiply(struct products *products, const float *x, size_t x_stride, size_t rows,
                        const struct product *list, size_t count, struct error *error);

@@ -21,7 +21,8 @@ typedef float products_dot(const void *row, const struct activations *a, size_t 
 struct products_kernels {
     const char *name;
     products_dot *dot[QUANT_TYPES];
-    void (*swiglu)(float *gate, const float *up, size_t n); /* gate = up * gate / (1 + exp(-gate)) */
+    void (*swiglu)(float *gate, const float *up,
+                   size_t n); /* gate = up * gate / (1 + exp(-gate)) */
 };
 
 extern const struct products_kernels products_generic;

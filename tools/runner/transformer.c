@@ -70,7 +70,7 @@ bool transformer_open(const struct model *model, const struct transformer_option
         return error_set(error, "out of memory for the transformer");
     t->model = model;
     t->options = *options;
-    if (!products_open(options->threads, &t->products, error))
+    if (!products_open(options->threads, options->isa, &t->products, error))
         goto fail;
     if (!allocate(&t->normed, BLOCK, model->hidden) ||
         !allocate(&t->gate, BLOCK, model->intermediate) ||
@@ -109,11 +109,6 @@ void transformer_describe(const struct model *model, pkv_config *config)
     config->query_heads = model->query_heads;
     config->kv_heads = model->kv_heads;
     config->head_dim = model->head_dim;
-}
-
-const char *transformer_isa(const struct transformer *transformer)
-{
-    return products_isa(transformer->products);
 }
 
 /* The end of the block of rows that begins at row `first` of a step whose row 0 is token

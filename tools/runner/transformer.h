@@ -14,6 +14,7 @@
 
 struct transformer_options {
     unsigned threads; /* >= 1 */
+    const char *isa;  /* of the matrix products: what pkv_cache_isa() says */
     /* NULL, or called after each layer of a step with the number of layers done; when it returns
      * false the step is aborted and transformer_step fails with the text "interrupted". */
     bool (*layer_done)(void *opaque, size_t done, size_t layers);
@@ -33,14 +34,11 @@ void transformer_close(struct transformer *transformer);
 /* Sets the fields of `config` that the model decides: layers, heads, head_dim. */
 void transformer_describe(const struct model *model, pkv_config *config);
 
-/* The instruction set of its matrix products, e.g. "avx2"; a constant. */
-const char *transformer_isa(const struct transformer *transformer);
-
 /*
  * Feeds `count` (>= 1) tokens to the sequence `seq` of `cache`, which was opened with what
- * transformer_describe() set, as one step, and computes the logits [vocabulary] that follow the last
- * of them; `logits` may be NULL. Positions continue from pkv_seq_tokens(). A failure leaves the
- * sequence as it was.
+ * transformer_describe() set, as one step, and computes the logits [vocabulary] that follow the
+ * last of them; `logits` may be NULL. Positions continue from pkv_seq_tokens(). A failure leaves
+ * the sequence as it was.
  */
 bool transformer_step(struct transformer *transformer, pkv_cache *cache, pkv_seq *seq,
                       const int32_t *tokens, size_t count, float *logits, struct error *error);

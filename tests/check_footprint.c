@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: MIT */
+/* Bytes after real appends: the library's statistics, its pool, and the process's memory. */
+#include <check.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "puzzlekv.h"
+
+#define LAYERS   4
+#define KV_HEADS 2
+#define D        128
+#define TOKENS   ((size_t)16384)
+#define STEP     ((size_t)1024)
+#define ROW      ((size_t)KV_HEADS * D)
+
+static size_t resident_bytes(void)
+{
+    unsigned long total, resident;
+    FILE *stream = fopen("/proc/self/statm", "r");
+
+    ck_assert_ptr_nonnull(stream);
+    ck_assert_int_eq(fscanf(stream, "%lu %lu", &total, &resident), 2);
+    fclose(stream);
+    return resident * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+struct result {
+    pkv_stats stats;
+    size_t grown_bytes; /* resident memory, from before the cache to after the last step */
+};
+
+static void fill_cache(pkv_factors factors, struct result *result)
+{
+    pkv_config config;
+    pkv_cache *cache;
+    pkv_seq *seq;
+    char message[PKV_MESSAGE_BYTES];
+    float *k = malloc(STEP * ROW * sizeof *k);
+    float *v = malloc(STEP * ROW * sizeof *v);
+    uint32_t random = 1;
+
+    ck_assert(k != NULL && v != NULL);
+    for (size_t i = 0; i < STEP * ROW; i++) {
+        random = random * 1664525u + 1013904223u;
+        k[i] = (float)(random >> 16) / 65536 - 0.5f;
+        v[i] = (float)(random >> 8 & 0xffff) / 65536 - 0.5f;
+    }
+    pkv_config_init(&config);
+    config.layers = LAYERS;
+    config.query_heads = config.kv_heads = KV_HEADS;
+    config.head_dim = D;
+    config.factors_k = config.factors_v = factors;
+    config.max_tokens = TOKENS;
+    config.max_step_tokens = STEP;
+
+    size_t before = resident_bytes();
+
+    ck_assert_msg(pkv_cache_open(&config, &cache, message) == PKV_OK, "%s", message);
+    ck_assert_int_eq(pkv_seq_open(cache, &seq), PKV_OK);
+    for (size_t t = 0; t < TOKENS; t += STEP) {
+        const pkv_step_item item = {seq, STEP};
+        const pkv_step_io io = {
+            .struct_size = sizeof io, .k = {k, PKV_F32, 0, 0}, .v = {v, PKV_F32, 0, 0}};
+        pkv_step *step;
+
+        ck_assert_int_eq(pkv_step_begin(cache, &item, 1, &step), PKV_OK);
+        for (size_t layer = 0; layer < LAYERS; layer++)
+            ck_assert_int_eq(pkv_step_layer(step, layer, &io), PKV_OK);
+        ck_assert_int_eq(pkv_step_end(step), PKV_OK);
+    }
+    result->grown_bytes = resident_bytes() - before;
+    result->stats.struct_size = sizeof result->stats;
+    ck_assert_int_eq(pkv_cache_stats(cache, &result->stats), PKV_OK);
+    pkv_cache_close(cache);
+    free(k);
+    free(v);
+}
+
+/* In a process of its own, so that what one cache leaves behind is not counted for another. */
+static struct result measure(pkv_factors factors)
+{
+    struct result result;
+    int ends[2], status;
+    pid_t child;
+
+    ck_assert_int_eq(pipe(ends), 0);
+    child = fork();
+    ck_assert_int_ne(child, -1);
+    if (child == 0) {
+        fill_cache(factors, &result);
+        _exit(write(ends[1], &result, sizeof result) == sizeof result ? 0 : 1);
+    }
+    close(ends[1]);
+    ck_assert_int_eq(read(ends[0], &result, sizeof result), sizeof result);
+    close(ends[0]);
+    ck_assert_int_eq(waitpid(child, &status, 0), child);
+    ck_assert(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    return result;
+}
+
+START_TEST(test_footprint)
+{
+    struct result raw = measure(PKV_FACTORS_NONE);
+    struct result puzzle = measure(PKV_FACTORS_NATIVE);
+    size_t pages = TOKENS / 32, pair = (size_t)LAYERS * KV_HEADS * 2;
+
+    /* Per layer and KV head: 2 P d b dense, (r_K + r_V)(P + d) b factorized, b = 2. */
+    ck_assert_uint_eq(raw.stats.payload_bytes, pair * TOKENS * D * 2);
+    ck_assert_uint_eq(raw.stats.raw_bytes, raw.stats.payload_bytes);
+    ck_assert_uint_eq(puzzle.stats.raw_bytes, raw.stats.payload_bytes);
+    ck_assert_uint_eq(puzzle.stats.pages[PKV_PAGE_SINK], 1);
+    ck_assert_uint_eq(puzzle.stats.pages[PKV_PAGE_WINDOW], 1);
+    ck_assert_uint_eq(puzzle.stats.pages[PKV_PAGE_FACTORIZED], pages - 2);
+    ck_assert_uint_eq(puzzle.stats.payload_bytes,
+                      pair * 2 * 32 * D * 2 + (pages - 2) * pair / 2 * 30 * (32 + D) * 2);
+
+    double ratio = (double)puzzle.stats.payload_bytes / (double)puzzle.stats.raw_bytes;
+
+    ck_assert_double_eq_tol(ratio, 0.58755, 0.000005);
+    ck_assert_double_le((double)puzzle.stats.reserved_bytes,
+                        0.60 * (double)raw.stats.reserved_bytes);
+
+    size_t claimed = raw.stats.payload_bytes - puzzle.stats.payload_bytes;
+
+    ck_assert_uint_gt(raw.grown_bytes, puzzle.grown_bytes);
+    ck_assert_double_ge((double)(raw.grown_bytes - puzzle.grown_bytes), 0.8 * (double)claimed);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("footprint");
+    TCase *tests = tcase_create("footprint");
+    int failed;
+
+    tcase_add_test(tests, test_footprint);
+    suite_add_tcase(suite, tests);
+
+    SRunner *runner = srunner_create(suite);
+
+    srunner_run_all(runner, CK_ENV);
+    failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
