@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: MIT */
+/* The contract between the library and a backend, which only stores, moves and computes. */
+#ifndef PUZZLEKV_LIB_BACKEND_H
+#define PUZZLEKV_LIB_BACKEND_H
+
+#include "memory.h"
+#include "message.h"
+#include "pages.h"
+
+/* A validated configuration as a backend needs it; lives as long as the cache. */
+struct geometry {
+    size_t layers;
+    size_t query_heads;
+    size_t kv_heads;
+    size_t head_dim; /* d */
+    struct page_policy policy;
+    const size_t *rank_k; /* [layers]; 0 without factors */
+    const size_t *rank_v; /* [layers] */
+    pkv_factors factors_k;
+    pkv_factors factors_v;
+    pkv_solver solver;
+    pkv_dtype dtype;
+    size_t element_bytes; /* of dtype */
+    float softmax_scale;  /* never 0 */
+};
+
+/* One sequence's part of a step. Everything is as at begin and stays valid until step_close. */
+struct backend_item {
+    const struct page *table; /* pages_count(tokens) entries */
+    size_t tokens;            /* T at begin */
+    size_t new_tokens;
+    size_t first_row; /* its first row in q, k, v, out and lse */
+    const struct page_change *changes;
+    size_t n_changes;
+};
+
+/*
+ * A step as decided by the library. For each change, layer by layer, the backend
+ *   to DENSE:  copies cached_tokens from from.slot when to.slot differs, then appends the new rows;
+ *   to FACTOR: factorizes the P tokens, the cached ones from from.slot (always SLOT_DENSE where
+ *              cached_tokens > 0), the new ones straight from the caller's rounded rows.
+ * It never writes a committed token of a slot that appears in a table, so that dropping a step
+ * needs no undo. Attention reads the tables and the new rows, never the `to` slots.
+ */
+struct backend_plan {
+    const struct backend_item *items;
+    size_t n_items;
+    size_t rows; /* new tokens of all items */
+};
+
+/* The parts of a page in the order in which digests read them. */
+enum page_part { PART_K = 0, PART_V, PART_K_LEFT, PART_K_RIGHT, PART_V_LEFT, PART_V_RIGHT };
+
+struct backend; /* one cache's instance; each backend defines it as it likes */
+
+struct backend_ops {
+    const char *name;
+
+    /*
+     * Reserves pools of `dense_slots` and `factor_slots` slots through `memory`. `isa` is NULL or
+     * one of the names in puzzlekv.h; `threads` as in pkv_config. `memory`, `geometry` and
+     * `message` outlive the instance. On failure nothing stays allocated and `message` says why.
+     */
+    pkv_status (*open)(const struct geometry *geometry, size_t dense_slots, size_t factor_slots,
+                       const char *isa, unsigned threads, struct memory *memory,
+                       struct message *message, struct backend **backend);
+    void (*close)(struct backend *backend);
+
+    const char *(*isa)(const struct backend *backend);
+    /* Bytes of the pools as allocated. */
+    size_t (*reserved_bytes)(const struct backend *backend);
+
+    /* Allocates the scratch of one step; step_layer allocates nothing. */
+    pkv_status (*step_begin)(struct backend *backend, const struct backend_plan *plan);
+    /* Checks and rounds K and V, attends, stores. Strides in `io` are already resolved (never 0),
+     * pointers checked. On PKV_ERROR_VALUE or PKV_ERROR_SOLVER `message` names layer, KV head,
+     * page and K or V of the first fault in item, page, head order. */
+    pkv_status (*step_layer)(struct backend *backend, size_t layer, const pkv_step_io *io);
+    /* Frees the scratch, after commit and abort alike. */
+    void (*step_close)(struct backend *backend);
+    /* Wall seconds that the open step spent on factorizing. */
+    double (*step_factorize_seconds)(const struct backend *backend);
+
+    /* Rebuilds a factorized page into a dense slot, all layers and heads: X = L R in f32,
+     * rounded to the storage type. */
+    pkv_status (*rebuild)(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot);
+
+    /* Canonical row-major contents in the storage type: K, V [tokens, d]; left [P, r]; right
+     * [r, d]. The part must exist in a slot of the page's kind. */
+    pkv_status (*read)(struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                       size_t tokens, enum page_part part, void *out);
+};
+
+/* The CPU backend, in cpu/. */
+extern const struct backend_ops backend_cpu;
+
+#endif

@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: MIT */
+/* Counted allocation through the caller's allocator. */
+#include "memory.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#define ALIGNMENT 64
+
+/* Lies directly before what memory_allocate returns. */
+struct header {
+    void *block; /* as the allocator returned it */
+    size_t bytes;
+};
+
+static void *default_allocate(void *opaque, size_t bytes)
+{
+    (void)opaque;
+    return malloc(bytes);
+}
+
+static void default_release(void *opaque, void *pointer)
+{
+    (void)opaque;
+    free(pointer);
+}
+
+void memory_init(struct memory *memory, const pkv_allocator *allocator)
+{
+    *memory = (struct memory){.allocator = *allocator};
+    if (allocator->allocate == NULL)
+        memory->allocator = (pkv_allocator){default_allocate, default_release, NULL};
+}
+
+void *memory_allocate(struct memory *memory, size_t count, size_t size)
+{
+    size_t bytes, total, held;
+
+    if (__builtin_mul_overflow(count, size, &bytes))
+        return NULL;
+    if (bytes == 0)
+        bytes = 1;
+    if (__builtin_add_overflow(bytes, sizeof(struct header) + ALIGNMENT - 1, &total) ||
+        __builtin_add_overflow(memory->bytes, bytes, &held))
+        return NULL;
+
+    void *block = memory->allocator.allocate(memory->allocator.opaque, total);
+
+    if (block == NULL)
+        return NULL;
+
+    uintptr_t address = (uintptr_t)block + sizeof(struct header);
+    size_t padding = (size_t)(-address % ALIGNMENT);
+    char *pointer = (char *)block + sizeof(struct header) + padding;
+    struct header *header = (struct header *)(void *)pointer - 1;
+
+    header->block = block;
+    header->bytes = bytes;
+    memory->bytes = held;
+    if (memory->peak_bytes < held)
+        memory->peak_bytes = held;
+    return pointer;
+}
+
+void memory_release(struct memory *memory, void *pointer)
+{
+    if (pointer == NULL)
+        return;
+
+    struct header *header = (struct header *)pointer - 1;
+
+    memory->bytes -= header->bytes;
+    memory->allocator.release(memory->allocator.opaque, header->block);
+}

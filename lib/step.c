@@ -1,0 +1,373 @@
+/* SPDX-License-Identifier: MIT */
+/* Steps: plan, layer by layer, commit or abort. */
+#include "cache.h"
+
+#include <string.h>
+
+/* ---- Begin ---- */
+
+static pkv_status check_item(struct pkv_cache *cache, size_t i, const pkv_step_item *item)
+{
+    struct message *message = &cache->message;
+
+    if (item->seq == NULL)
+        return fail(message, PKV_ERROR_ARGUMENT, "items[%zu].seq: NULL", i);
+    if (item->seq->cache != cache)
+        return fail(message, PKV_ERROR_ARGUMENT, "items[%zu].seq: it belongs to another cache", i);
+    if (item->seq->in_step)
+        return fail(message, PKV_ERROR_ARGUMENT, "items[%zu].seq: it is there twice", i);
+    if (item->tokens == 0)
+        return fail(message, PKV_ERROR_ARGUMENT, "items[%zu].tokens: 0; expected 1 or more", i);
+    return PKV_OK;
+}
+
+/* Whether the declared capacity has room. Slots are counted later. */
+static pkv_status check_tokens(struct pkv_cache *cache, const pkv_step_item *items, size_t n_items,
+                               size_t rows)
+{
+    if (rows > cache->max_step_tokens)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT,
+                    "items: %zu new tokens are more than max_step_tokens (%zu)", rows,
+                    cache->max_step_tokens);
+    for (size_t i = 0; i < n_items; i++) {
+        if (size_add(items[i].seq->tokens, items[i].tokens) > cache->max_tokens)
+            return fail(&cache->message, PKV_ERROR_CAPACITY,
+                        "items[%zu].tokens: %zu cached and %zu new are more than max_tokens (%zu)",
+                        i, items[i].seq->tokens, items[i].tokens, cache->max_tokens);
+    }
+    /* Tokens that forks share take room once; looking for them costs a walk over all pages. */
+    if (size_add(cache_tokens(cache), rows) > cache->max_tokens) {
+        size_t stored = cache_stored_tokens(cache);
+
+        if (size_add(stored, rows) > cache->max_tokens)
+            return fail(&cache->message, PKV_ERROR_CAPACITY,
+                        "items: %zu stored and %zu new tokens are more than max_tokens (%zu)",
+                        stored, rows, cache->max_tokens);
+    }
+    return PKV_OK;
+}
+
+/* Marks the items' sequences as in the step, or none of them. */
+static pkv_status check_items(struct pkv_cache *cache, const pkv_step_item *items, size_t n_items,
+                              size_t *rows)
+{
+    pkv_status status = PKV_OK;
+    size_t marked = 0;
+
+    *rows = 0;
+    while (marked < n_items && status == PKV_OK) {
+        status = check_item(cache, marked, &items[marked]);
+        if (status == PKV_OK) {
+            items[marked].seq->in_step = true;
+            *rows = size_add(*rows, items[marked].tokens);
+            marked++;
+        }
+    }
+    if (status == PKV_OK)
+        status = check_tokens(cache, items, n_items, *rows);
+    if (status != PKV_OK) {
+        while (marked-- > 0)
+            items[marked].seq->in_step = false;
+    }
+    return status;
+}
+
+static pkv_status build_plan(struct pkv_step *step, const pkv_step_item *items, size_t n_items,
+                             size_t rows)
+{
+    struct pkv_cache *cache = step->cache;
+    const struct page_policy *policy = &cache->geometry.policy;
+    struct memory *memory = &cache->memory;
+    size_t n_changes = 0, row = 0;
+
+    for (size_t i = 0; i < n_items; i++) {
+        const struct pkv_seq *seq = items[i].seq;
+
+        if (sequence_reserve(items[i].seq, pages_count(policy, seq->tokens + items[i].tokens)) !=
+            PKV_OK)
+            return PKV_ERROR_MEMORY;
+        n_changes += pages_plan(policy, seq->table, seq->tokens, items[i].tokens, NULL);
+    }
+    step->items = memory_allocate(memory, n_items, sizeof *step->items);
+    step->sequences = memory_allocate(memory, n_items, sizeof *step->sequences);
+    step->changes = memory_allocate(memory, n_changes, sizeof *step->changes);
+    if (step->items == NULL || step->sequences == NULL || step->changes == NULL)
+        return PKV_ERROR_MEMORY;
+
+    n_changes = 0;
+    for (size_t i = 0; i < n_items; i++) {
+        struct pkv_seq *seq = items[i].seq;
+        struct page_change *changes = step->changes + n_changes;
+        size_t n = pages_plan(policy, seq->table, seq->tokens, items[i].tokens, changes);
+
+        step->sequences[i] = seq;
+        step->items[i] = (struct backend_item){.table = seq->table,
+                                               .tokens = seq->tokens,
+                                               .new_tokens = items[i].tokens,
+                                               .first_row = row,
+                                               .changes = changes,
+                                               .n_changes = n};
+        row += items[i].tokens;
+        n_changes += n;
+    }
+    step->n_changes = n_changes;
+    step->plan = (struct backend_plan){.items = step->items, .n_items = n_items, .rows = rows};
+    return PKV_OK;
+}
+
+/* Whether the page is appended to where it is. A shared slot is copied on write. */
+static bool stays_in_place(const struct pkv_cache *cache, const struct page_change *change)
+{
+    return change->from.kind == SLOT_DENSE && change->to.kind == SLOT_DENSE &&
+           cache->dense.references[change->from.slot] == 1;
+}
+
+static pkv_status acquire_slots(struct pkv_step *step)
+{
+    struct pkv_cache *cache = step->cache;
+    size_t dense = 0, factor = 0;
+
+    for (size_t i = 0; i < step->n_changes; i++) {
+        if (step->changes[i].to.kind == SLOT_FACTOR)
+            factor++;
+        else if (!stays_in_place(cache, &step->changes[i]))
+            dense++;
+    }
+    if (dense > cache->dense.n_free || factor > cache->factor.n_free)
+        return fail(&cache->message, PKV_ERROR_CAPACITY,
+                    "items: %zu dense and %zu factor slots are needed, %lu and %lu are free", dense,
+                    factor, (unsigned long)cache->dense.n_free,
+                    (unsigned long)cache->factor.n_free);
+    for (size_t i = 0; i < step->n_changes; i++) {
+        struct page_change *change = &step->changes[i];
+
+        if (!stays_in_place(cache, change))
+            slots_acquire(cache_pool(cache, change->to.kind), &change->to.slot);
+    }
+    return PKV_OK;
+}
+
+static bool same_page(struct page a, struct page b)
+{
+    return a.kind == b.kind && a.slot == b.slot;
+}
+
+/* Drops the slot that a change takes its page from, or the one that it was to put it into. */
+static void release_slots(struct pkv_step *step, bool from)
+{
+    for (size_t i = 0; i < step->n_changes; i++) {
+        const struct page_change *change = &step->changes[i];
+
+        if (!same_page(change->from, change->to))
+            cache_release_page(step->cache, from ? change->from : change->to);
+    }
+}
+
+/* Closes the step, whatever became of it. */
+static void clear_step(struct pkv_step *step)
+{
+    struct pkv_cache *cache = step->cache;
+
+    memory_release(&cache->memory, step->changes);
+    memory_release(&cache->memory, step->sequences);
+    memory_release(&cache->memory, step->items);
+    *step = (struct pkv_step){.cache = cache};
+}
+
+pkv_status pkv_step_begin(pkv_cache *cache, const pkv_step_item *items, size_t n_items,
+                          pkv_step **result)
+{
+    struct pkv_step *step = &cache->step;
+    size_t rows;
+
+    if (result == NULL)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: NULL");
+    *result = NULL;
+    if (step->open)
+        return fail(&cache->message, PKV_ERROR_BUSY, "step: one is open already");
+    if (items == NULL || n_items == 0)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT, "items: none");
+
+    pkv_status status = check_items(cache, items, n_items, &rows);
+
+    if (status != PKV_OK)
+        return status;
+    step->bytes_before = cache->memory.bytes;
+    cache->memory.peak_bytes = cache->memory.bytes;
+
+    status = build_plan(step, items, n_items, rows);
+    if (status != PKV_OK) {
+        fail(&cache->message, status, "items: out of memory for the plan of the step");
+        goto fail;
+    }
+    status = acquire_slots(step);
+    if (status != PKV_OK)
+        goto fail;
+    status = cache->ops->step_begin(cache->backend, &step->plan);
+    if (status != PKV_OK) {
+        release_slots(step, false);
+        goto fail;
+    }
+    step->open = true;
+    *result = step;
+    return PKV_OK;
+
+fail:
+    for (size_t i = 0; i < n_items; i++)
+        items[i].seq->in_step = false;
+    clear_step(step);
+    return status;
+}
+
+/* ---- Layers ---- */
+
+/* Resolves strides of 0, and checks that no element of [rows, heads, d] lies where another does. */
+static pkv_status check_operand(struct message *message, const char *name, const void *data,
+                                pkv_dtype dtype, size_t rows, size_t heads, size_t dim,
+                                size_t *token_stride, size_t *head_stride)
+{
+    if (data == NULL)
+        return fail(message, PKV_ERROR_ARGUMENT, "%s.data: NULL", name);
+    if (!storage_dtype_valid(dtype))
+        return fail(message, PKV_ERROR_ARGUMENT, "%s.dtype: %d is not a pkv_dtype", name,
+                    (int)dtype);
+    if (*head_stride == 0)
+        *head_stride = dim;
+    if (*token_stride == 0)
+        *token_stride = heads * dim;
+
+    size_t head_span = size_add(size_multiply(heads - 1, *head_stride), dim);
+    size_t row_span = size_add(size_multiply(rows - 1, *token_stride), dim);
+    size_t bytes = size_multiply(size_add(head_span, row_span), storage_element_bytes(dtype));
+
+    if (bytes > PTRDIFF_MAX)
+        return fail(message, PKV_ERROR_ARGUMENT, "%s: strides %zu and %zu are too large", name,
+                    *token_stride, *head_stride);
+    /* Heads within a row of the token stride, or rows within one head's plane. */
+    if (heads > 1 && (*head_stride < dim || (rows > 1 && *token_stride < dim)))
+        return fail(message, PKV_ERROR_ARGUMENT,
+                    "%s: strides %zu and %zu; both must be at least head_dim (%zu)", name,
+                    *token_stride, *head_stride, dim);
+    if (rows > 1 && *token_stride < head_span && (heads == 1 || *head_stride < row_span))
+        return fail(message, PKV_ERROR_ARGUMENT,
+                    "%s: rows overlap with token_stride %zu and head_stride %zu", name,
+                    *token_stride, *head_stride);
+    return PKV_OK;
+}
+
+static pkv_status check_io(struct pkv_step *step, pkv_step_io *io)
+{
+    const struct geometry *geometry = &step->cache->geometry;
+    struct message *message = &step->cache->message;
+    size_t rows = step->plan.rows;
+    size_t dim = geometry->head_dim;
+    pkv_status status;
+
+    if (io->lse != NULL && io->out.data == NULL)
+        return fail(message, PKV_ERROR_ARGUMENT, "lse: it needs out");
+    status = check_operand(message, "k", io->k.data, io->k.dtype, rows, geometry->kv_heads, dim,
+                           &io->k.token_stride, &io->k.head_stride);
+    if (status == PKV_OK)
+        status = check_operand(message, "v", io->v.data, io->v.dtype, rows, geometry->kv_heads, dim,
+                               &io->v.token_stride, &io->v.head_stride);
+    if (status != PKV_OK || io->out.data == NULL)
+        return status;
+    status = check_operand(message, "q", io->q.data, io->q.dtype, rows, geometry->query_heads, dim,
+                           &io->q.token_stride, &io->q.head_stride);
+    if (status == PKV_OK)
+        status =
+            check_operand(message, "out", io->out.data, io->out.dtype, rows, geometry->query_heads,
+                          dim, &io->out.token_stride, &io->out.head_stride);
+    return status;
+}
+
+static pkv_status check_layer(struct pkv_step *step, size_t layer, const pkv_step_io *io)
+{
+    struct message *message = &step->cache->message;
+
+    if (step->failed)
+        return fail(message, PKV_ERROR_ARGUMENT, "step: it failed; only abort is valid");
+    if (layer != step->next_layer || layer >= step->cache->geometry.layers)
+        return fail(message, PKV_ERROR_ARGUMENT,
+                    "layer: %zu; layers come in ascending order, %zu of %zu are done", layer,
+                    step->next_layer, step->cache->geometry.layers);
+    if (io == NULL)
+        return fail(message, PKV_ERROR_ARGUMENT, "io: NULL");
+    if (io->struct_size != sizeof *io)
+        return fail(message, PKV_ERROR_ARGUMENT,
+                    "struct_size: %zu is not the size of this version's pkv_step_io, %zu",
+                    io->struct_size, sizeof *io);
+    return PKV_OK;
+}
+
+pkv_status pkv_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
+{
+    struct pkv_cache *cache = step->cache;
+
+    if (!step->open)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: none is open");
+
+    pkv_status status = check_layer(step, layer, io);
+
+    if (status == PKV_OK) {
+        pkv_step_io resolved = *io;
+
+        status = check_io(step, &resolved);
+        if (status == PKV_OK)
+            status = cache->ops->step_layer(cache->backend, layer, &resolved);
+    }
+    if (status != PKV_OK)
+        step->failed = true;
+    else
+        step->next_layer++;
+    return status;
+}
+
+/* ---- End ---- */
+
+pkv_status pkv_step_end(pkv_step *step)
+{
+    struct pkv_cache *cache = step->cache;
+
+    if (!step->open)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: none is open");
+    if (step->failed)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: it failed; only abort is valid");
+    if (step->next_layer != cache->geometry.layers)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: layer %zu of %zu is missing",
+                    step->next_layer, cache->geometry.layers);
+
+    size_t transient = cache->memory.peak_bytes - step->bytes_before;
+
+    if (cache->transient_peak_bytes < transient)
+        cache->transient_peak_bytes = transient;
+    cache->factorize_seconds += cache->ops->step_factorize_seconds(cache->backend);
+    cache->ops->step_close(cache->backend);
+
+    for (size_t i = 0; i < step->plan.n_items; i++) {
+        const struct backend_item *item = &step->items[i];
+        struct pkv_seq *seq = step->sequences[i];
+
+        for (size_t j = 0; j < item->n_changes; j++) {
+            seq->table[item->changes[j].page] = item->changes[j].to;
+            if (item->changes[j].to.kind == SLOT_FACTOR)
+                cache->factorized_pages++;
+        }
+        seq->tokens += item->new_tokens;
+        seq->in_step = false;
+    }
+    release_slots(step, true);
+    clear_step(step);
+    return PKV_OK;
+}
+
+void pkv_step_abort(pkv_step *step)
+{
+    if (step == NULL || !step->open)
+        return;
+    step->cache->ops->step_close(step->cache->backend);
+    release_slots(step, false);
+    for (size_t i = 0; i < step->plan.n_items; i++)
+        step->sequences[i]->in_step = false;
+    clear_step(step);
+}
