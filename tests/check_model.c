@@ -1,0 +1,1030 @@
+/* SPDX-License-Identifier: MIT */
+/* Model files: the two fixtures, made-up GGUF models, and models that must be refused. */
+#include <check.h>
+#include <errno.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <jansson.h>
+
+#include "../tools/runner/model.h"
+#include "gguf_writer.h"
+
+static char folder[64];
+static char gguf_path[96];
+static char config_path[96];
+static char generation_path[96];
+static char tensors_path[96];
+static char index_path[128];
+static struct gguf_writer writer;
+static struct error error;
+
+static void setup(void)
+{
+    strcpy(folder, "/tmp/check_model.XXXXXX");
+    ck_assert_ptr_nonnull(mkdtemp(folder));
+    snprintf(gguf_path, sizeof gguf_path, "%s/model.gguf", folder);
+    snprintf(config_path, sizeof config_path, "%s/config.json", folder);
+    snprintf(generation_path, sizeof generation_path, "%s/generation_config.json", folder);
+    snprintf(tensors_path, sizeof tensors_path, "%s/model.safetensors", folder);
+    snprintf(index_path, sizeof index_path, "%s/model.safetensors.index.json", folder);
+    gguf_writer_start(&writer);
+}
+
+static void teardown(void)
+{
+    gguf_writer_free(&writer);
+    unlink(gguf_path);
+    unlink(config_path);
+    unlink(generation_path);
+    unlink(tensors_path);
+    unlink(index_path);
+    rmdir(folder);
+}
+
+static struct model *open_good(const char *path)
+{
+    struct model *model;
+
+    ck_assert_msg(model_open(path, &model, &error), "%s", error.text);
+    return model;
+}
+
+/* Opening must fail, with and without weights, with a text that has both parts. */
+static void expect_failure(const char *path, const char *file, const char *what)
+{
+    struct model *model = (struct model *)&error;
+
+    for (int header_only = 0; header_only <= 1; header_only++) {
+        error.text[0] = '\0';
+        ck_assert_msg(!(header_only ? model_open_header : model_open)(path, &model, &error),
+                      "opened although: %s", what);
+        ck_assert_ptr_null(model);
+        ck_assert_msg(strncmp(error.text, path, strlen(path)) == 0, "%s", error.text);
+        ck_assert_msg(strstr(error.text, file) != NULL, "no '%s' in '%s'", file, error.text);
+        ck_assert_msg(strstr(error.text, what) != NULL, "no '%s' in '%s'", what, error.text);
+    }
+}
+
+static void check_weight(const struct weight *weight, enum quant_type type, size_t rows,
+                         size_t columns)
+{
+    size_t row_bytes;
+
+    ck_assert_int_eq(weight->type, type);
+    ck_assert_uint_eq(weight->rows, rows);
+    ck_assert_uint_eq(weight->columns, columns);
+    ck_assert(quant_row_bytes(type, columns, &row_bytes));
+    ck_assert_uint_eq(weight->row_bytes, row_bytes);
+    ck_assert_ptr_nonnull(weight->data);
+}
+
+static float bf16_at(const struct weight *weight, size_t row, size_t column)
+{
+    const uint16_t *elements = weight->data;
+
+    return quant_bf16_f32(elements[row * weight->columns + column]);
+}
+
+/* Allows for the rounding of a reference that was computed in f32. */
+static void check_frequency(const struct model *model, size_t i, double expected)
+{
+    const double got = (double)model->rope_inverse_frequencies[i];
+
+    ck_assert_msg(fabs(got - expected) <= 1e-6 * expected, "%zu: %.9g, expected %.9g", i, got,
+                  expected);
+}
+
+/* --- fixtures --------------------------------------------------------------------------------- */
+
+static void fixture_path(char *path, size_t size, const char *model, const char *file)
+{
+    const char *data = getenv("PUZZLEKV_TEST_DATA");
+
+    ck_assert_msg(data != NULL, "PUZZLEKV_TEST_DATA is not set");
+    snprintf(path, size, "%s/%s%s%s", data, model, file[0] != '\0' ? "/" : "", file);
+}
+
+START_TEST(opens_tiny_llama3)
+{
+    /* From the rotary embedding of Hugging Face transformers. */
+    static const struct {
+        size_t i;
+        double frequency;
+    } expected[] = {
+        {0, 1},
+        {4, 0.193922758},
+        {8, 0.0273441337},
+        {10, 0.00375802116},
+        {12, 0.000911583134},
+        {16, 0.000176776681},
+        {24, 6.64786967e-06},
+        {31, 3.7673226e-07},
+    };
+    char path[512];
+    struct model *model;
+
+    fixture_path(path, sizeof path, "tiny-llama3", "");
+    model = open_good(path);
+    ck_assert_int_eq(model->architecture, MODEL_LLAMA);
+    ck_assert_str_eq(model_architecture_name(model->architecture), "llama");
+    ck_assert_uint_eq(model->layer_count, 3);
+    ck_assert_uint_eq(model->hidden, 192);
+    ck_assert_uint_eq(model->intermediate, 384);
+    ck_assert_uint_eq(model->query_heads, 6);
+    ck_assert_uint_eq(model->kv_heads, 2);
+    ck_assert_uint_eq(model->head_dim, 64);
+    ck_assert_uint_eq(model->vocabulary, 320);
+    ck_assert_uint_eq(model->context_length, 4096);
+    ck_assert_float_eq(model->rms_epsilon, 1e-5f);
+    ck_assert(!model->tied_output);
+    ck_assert(model->has_weights);
+    ck_assert_double_eq(model->rope_theta, 500000);
+    ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_LLAMA3);
+    ck_assert_double_eq(model->rope_factor, 8);
+    ck_assert_double_eq(model->rope_low_frequency_factor, 1);
+    ck_assert_double_eq(model->rope_high_frequency_factor, 4);
+    ck_assert_double_eq(model->rope_original_context, 512);
+    ck_assert(!model->rope_interleaved);
+    for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++)
+        check_frequency(model, expected[i].i, expected[i].frequency);
+    ck_assert_int_eq(model->bos_token, 1);
+    ck_assert_uint_eq(model->end_token_count, 1);
+    ck_assert_int_eq(model->end_tokens[0], 2);
+
+    check_weight(&model->token_embedding, QUANT_BF16, 320, 192);
+    check_weight(&model->output, QUANT_BF16, 320, 192);
+    ck_assert_ptr_ne(model->output.data, model->token_embedding.data);
+    ck_assert_float_eq(model->output_norm[0], 0.921875f);
+    ck_assert_float_eq(model->output_norm[191], 0.8828125f);
+    for (size_t i = 0; i < 3; i++) {
+        const struct model_layer *layer = &model->layers[i];
+
+        ck_assert_ptr_null(layer->q_norm);
+        ck_assert_ptr_null(layer->k_norm);
+        check_weight(&layer->q, QUANT_BF16, 384, 192);
+        check_weight(&layer->k, QUANT_BF16, 128, 192);
+        check_weight(&layer->v, QUANT_BF16, 128, 192);
+        check_weight(&layer->o, QUANT_BF16, 192, 384);
+        check_weight(&layer->gate, QUANT_BF16, 384, 192);
+        check_weight(&layer->up, QUANT_BF16, 384, 192);
+        check_weight(&layer->down, QUANT_BF16, 192, 384);
+    }
+    ck_assert_float_eq(model->layers[2].attention_norm[1], 1.2421875f);
+    ck_assert_float_eq(model->layers[2].attention_norm[191], 0.9375f);
+    ck_assert_float_eq(model->layers[2].ffn_norm[2], 1.078125f);
+    ck_assert_float_eq(model->layers[2].ffn_norm[191], 1.1328125f);
+    ck_assert_float_eq(bf16_at(&model->layers[1].down, 0, 1), -0.09228515625f);
+    ck_assert_float_eq(bf16_at(&model->layers[1].down, 191, 383), 0.0673828125f);
+    model_close(model);
+}
+END_TEST
+
+START_TEST(opens_tiny_qwen3)
+{
+    char path[512];
+    struct model *model;
+
+    fixture_path(path, sizeof path, "tiny-qwen3", "");
+    model = open_good(path);
+    ck_assert_int_eq(model->architecture, MODEL_QWEN3);
+    ck_assert_str_eq(model_architecture_name(model->architecture), "qwen3");
+    ck_assert_uint_eq(model->hidden, 160);
+    ck_assert_uint_eq(model->intermediate, 320);
+    ck_assert_uint_eq(model->query_heads, 4);
+    ck_assert_uint_eq(model->kv_heads, 2);
+    ck_assert_uint_eq(model->head_dim, 128);
+    ck_assert_float_eq(model->rms_epsilon, 1e-6f);
+    ck_assert(model->tied_output);
+    ck_assert_ptr_eq(model->output.data, model->token_embedding.data);
+    check_weight(&model->output, QUANT_BF16, 320, 160);
+    ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_PLAIN);
+    ck_assert(!model->rope_interleaved);
+    check_frequency(model, 0, 1);
+    check_frequency(model, 4, 0.421696514);
+    check_frequency(model, 63, 1.24093776e-06);
+    ck_assert_int_eq(model->bos_token, -1);
+    ck_assert_uint_eq(model->end_token_count, 0);
+    check_weight(&model->layers[1].q, QUANT_BF16, 512, 160);
+    check_weight(&model->layers[1].o, QUANT_BF16, 160, 512);
+    ck_assert_float_eq(model->layers[1].q_norm[2], 1.2890625f);
+    ck_assert_float_eq(model->layers[1].q_norm[127], 1.1953125f);
+    ck_assert_float_eq(model->layers[1].k_norm[1], 1.125f);
+    ck_assert_float_eq(model->layers[1].k_norm[127], 0.98828125f);
+    ck_assert_float_eq(model->layers[2].attention_norm[0], 0.859375f);
+    ck_assert_float_eq(model->layers[2].ffn_norm[159], 0.9765625f);
+    model_close(model);
+}
+END_TEST
+
+START_TEST(header_has_shapes_but_no_norms)
+{
+    char path[512];
+    struct model *model;
+
+    fixture_path(path, sizeof path, "tiny-qwen3", "");
+    ck_assert_msg(model_open_header(path, &model, &error), "%s", error.text);
+    ck_assert(model->has_weights);
+    ck_assert_uint_eq(model->layer_count, 3);
+    ck_assert_uint_eq(model->vocabulary, 320);
+    check_weight(&model->layers[2].down, QUANT_BF16, 160, 320);
+    ck_assert_ptr_null(model->output_norm);
+    ck_assert_ptr_null(model->layers[0].attention_norm);
+    ck_assert_ptr_null(model->layers[0].q_norm);
+    model_close(model);
+    model_close(NULL);
+}
+END_TEST
+
+/* --- changed copies of the fixtures ----------------------------------------------------------- */
+
+static json_t *load_config(const char *model)
+{
+    char path[512];
+    json_t *config;
+
+    fixture_path(path, sizeof path, model, "config.json");
+    config = json_load_file(path, 0, NULL);
+    ck_assert_ptr_nonnull(config);
+    return config;
+}
+
+/* Sets a key to JSON text, or deletes it if that is NULL. */
+static void set(json_t *config, const char *key, const char *value)
+{
+    if (value == NULL)
+        json_object_del(config, key);
+    else
+        ck_assert_int_eq(json_object_set_new(config, key, json_loads(value, JSON_DECODE_ANY, NULL)),
+                         0);
+}
+
+/* Makes the folder: this configuration beside the fixture's tensors. */
+static void write_folder(const char *model, const json_t *config)
+{
+    char path[512];
+    char *absolute;
+
+    fixture_path(path, sizeof path, model, "model.safetensors");
+    absolute = realpath(path, NULL);
+    ck_assert_ptr_nonnull(absolute);
+    ck_assert(symlink(absolute, tensors_path) == 0 || errno == EEXIST);
+    free(absolute);
+    ck_assert_int_eq(json_dump_file(config, config_path, 0), 0);
+}
+
+static void expect_bad_config(const char *model, const char *key, const char *value,
+                              const char *file, const char *what)
+{
+    json_t *config = load_config(model);
+
+    set(config, key, value);
+    unlink(tensors_path);
+    write_folder(model, config);
+    json_decref(config);
+    expect_failure(folder, file, what);
+}
+
+START_TEST(reads_older_rope_spellings)
+{
+    static const char *const type_keys[] = {"rope_type", "type"};
+    json_t *config = load_config("tiny-llama3");
+    char path[512], scaling[256];
+    struct model *expected, *model;
+
+    fixture_path(path, sizeof path, "tiny-llama3", "");
+    expected = open_good(path);
+    set(config, "rope_parameters", NULL);
+    set(config, "rope_theta", "500000");
+    for (size_t i = 0; i < 2; i++) {
+        snprintf(scaling, sizeof scaling,
+                 "{\"%s\":\"llama3\",\"factor\":8,\"low_freq_factor\":1.0,\"high_freq_factor\":4,"
+                 "\"original_max_position_embeddings\":512}",
+                 type_keys[i]);
+        set(config, "rope_scaling", scaling);
+        write_folder("tiny-llama3", config);
+        model = open_good(folder);
+        ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_LLAMA3);
+        ck_assert(memcmp(model->rope_inverse_frequencies, expected->rope_inverse_frequencies,
+                         32 * sizeof(float)) == 0);
+        model_close(model);
+    }
+    set(config, "rope_scaling", "null");
+    write_folder("tiny-llama3", config);
+    model = open_good(folder);
+    ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_PLAIN);
+    check_frequency(model, 31, pow(500000, -62.0 / 64));
+    model_close(model);
+
+    set(config, "rope_theta", NULL);
+    write_folder("tiny-llama3", config);
+    model = open_good(folder);
+    ck_assert_double_eq(model->rope_theta, 10000);
+    model_close(model);
+    model_close(expected);
+    json_decref(config);
+}
+END_TEST
+
+START_TEST(reads_end_tokens_from_both_files)
+{
+    static const char generation[] = "{\"eos_token_id\":[7,2,9],\"bos_token_id\":5}";
+    json_t *config = load_config("tiny-llama3");
+    struct model *model;
+
+    set(config, "eos_token_id", "[2, 3]");
+    set(config, "bos_token_id", "null");
+    write_folder("tiny-llama3", config);
+    json_decref(config);
+    write_file(generation_path, generation, sizeof generation - 1);
+    model = open_good(folder);
+    ck_assert_int_eq(model->bos_token, 5);
+    ck_assert_uint_eq(model->end_token_count, 4);
+    ck_assert_int_eq(model->end_tokens[0], 2);
+    ck_assert_int_eq(model->end_tokens[1], 3);
+    ck_assert_int_eq(model->end_tokens[2], 7);
+    ck_assert_int_eq(model->end_tokens[3], 9);
+    model_close(model);
+
+    write_file(generation_path, "{\"eos_token_id\":[7,320]}", 24);
+    expect_failure(folder, "generation_config.json: ", "eos_token_id: is 320, outside the vocab");
+    write_file(generation_path, "{\"eos_token_id\":\"x\"}", 20);
+    expect_failure(folder, "generation_config.json: ", "eos_token_id: is not a token id");
+    write_file(generation_path, "{", 1);
+    expect_failure(folder, "generation_config.json: ", "line 1: is not valid JSON");
+}
+END_TEST
+
+START_TEST(tolerates_inactive_features)
+{
+    json_t *config = load_config("tiny-qwen3");
+    struct model *model;
+
+    set(config, "layer_types", NULL);
+    set(config, "use_sliding_window", "true");
+    set(config, "sliding_window", "64");
+    set(config, "max_window_layers", "3");
+    set(config, "attention_bias", "null");
+    set(config, "vocab_size", NULL);
+    write_folder("tiny-qwen3", config);
+    model = open_good(folder);
+    model_close(model);
+    set(config, "use_sliding_window", "false");
+    set(config, "max_window_layers", "0");
+    write_folder("tiny-qwen3", config);
+    model = open_good(folder);
+    model_close(model);
+    json_decref(config);
+}
+END_TEST
+
+START_TEST(refuses_bad_configs)
+{
+    static const struct {
+        const char *model, *key, *value, *what;
+    } cases[] = {
+        {"tiny-llama3", "model_type", "\"gemma3\"", "gemma3 is not supported; supported: llama, q"},
+        {"tiny-llama3", "model_type", NULL, "model_type: is not a string"},
+        {"tiny-llama3", "hidden_size", NULL, "hidden_size: is missing"},
+        {"tiny-llama3", "hidden_size", "null", "hidden_size: is missing"},
+        {"tiny-llama3", "hidden_size", "\"192\"", "hidden_size: is not an integer"},
+        {"tiny-llama3", "hidden_size", "192.0", "hidden_size: is not an integer"},
+        {"tiny-llama3", "hidden_size", "-192", "hidden_size: is not an integer of 0 or more"},
+        {"tiny-llama3", "hidden_size", "0", "hidden_size: is 0, expected 1 to"},
+        {"tiny-llama3", "hidden_size", "9223372036854775807",
+         "hidden_size: is 9223372036854775807"},
+        {"tiny-llama3", "num_hidden_layers", "0", "num_hidden_layers: is 0"},
+        {"tiny-llama3", "num_hidden_layers", "65537", "num_hidden_layers: is 65537"},
+        {"tiny-llama3", "intermediate_size", "0", "intermediate_size: is 0"},
+        {"tiny-llama3", "num_attention_heads", "0", "num_attention_heads: is 0"},
+        {"tiny-llama3", "num_key_value_heads", "4", "num_key_value_heads: 6 query heads cannot"},
+        {"tiny-llama3", "num_key_value_heads", "0", "num_key_value_heads: is 0"},
+        {"tiny-llama3", "head_dim", "7", "head_dim: is 7, expected 8 to 512"},
+        {"tiny-llama3", "head_dim", "514", "head_dim: is 514, expected 8 to 512"},
+        {"tiny-llama3", "head_dim", "63", "head_dim: a head of 63, expected an even number"},
+        {"tiny-llama3", "max_position_embeddings", NULL, "max_position_embeddings: is missing"},
+        {"tiny-llama3", "rms_norm_eps", "0", "rms_norm_eps: is 0, expected a number above 0"},
+        {"tiny-llama3", "rms_norm_eps", "\"x\"", "rms_norm_eps: is not a number"},
+        {"tiny-llama3", "attention_bias", "true", "attention_bias: biases are not supported"},
+        {"tiny-llama3", "mlp_bias", "true", "mlp_bias: biases are not supported"},
+        {"tiny-llama3", "mlp_bias", "1", "mlp_bias: is not true or false"},
+        {"tiny-llama3", "hidden_act", "\"gelu\"", "hidden_act: gelu is not supported"},
+        {"tiny-llama3", "rope_parameters", "3", "rope_parameters: is not an object"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"yarn\"}",
+         "rope_parameters.rope_type: yarn is not supported; supported: default, llama3"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":1}", "rope_type: is not a string"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"llama3\"}",
+         "rope_parameters.factor: is missing"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_theta\":-1}", "rope_parameters.rope_theta: is"},
+        {"tiny-llama3", "rope_parameters", "{\"partial_rotary_factor\":0.5}",
+         "partial_rotary_factor: RoPE over a part"},
+        {"tiny-llama3", "rope_parameters",
+         "{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_factor\":4,"
+         "\"original_max_position_embeddings\":512}",
+         "rope_parameters.high_freq_factor: is 4, expected more than low_freq_factor"},
+        {"tiny-qwen3", "layer_types", "[\"full_attention\",\"sliding_attention\"]",
+         "layer_types: layer 1 is sliding_attention; only full_attention"},
+        {"tiny-qwen3", "layer_types", "[1]", "layer_types: layer 0 is not a string"},
+        {"tiny-llama3", "tie_word_embeddings", "\"no\"", "tie_word_embeddings: is not true"},
+        {"tiny-llama3", "vocab_size", "321", "vocab_size: is 321, but the embedding has 320 rows"},
+        {"tiny-llama3", "eos_token_id", "320", "eos_token_id: is 320, outside the vocabulary"},
+        {"tiny-llama3", "eos_token_id", "-1", "eos_token_id: is not a token id"},
+        {"tiny-llama3", "eos_token_id", "[1.5]", "eos_token_id: is not a token id"},
+        {"tiny-llama3", "bos_token_id", "[1]", "bos_token_id: is not a token id"},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        expect_bad_config(cases[i].model, cases[i].key, cases[i].value,
+                          "/config.json: ", cases[i].what);
+}
+END_TEST
+
+START_TEST(refuses_an_active_sliding_window)
+{
+    json_t *config = load_config("tiny-qwen3");
+
+    set(config, "layer_types", NULL);
+    set(config, "use_sliding_window", "true");
+    set(config, "sliding_window", "64");
+    set(config, "max_window_layers", "2");
+    write_folder("tiny-qwen3", config);
+    json_decref(config);
+    expect_failure(folder, "/config.json: ", "use_sliding_window: sliding-window attention");
+}
+END_TEST
+
+START_TEST(refuses_configs_that_the_tensors_contradict)
+{
+    static const struct {
+        const char *model, *key, *value, *what;
+    } cases[] = {
+        {"tiny-llama3", "hidden_size", "200", "tensor model.embed_tokens.weight: is 320 x 192"},
+        {"tiny-llama3", "intermediate_size", "383",
+         "tensor model.layers.0.mlp.gate_proj.weight: is 384 x 192 (rows x columns), expected 383 "
+         "x"},
+        {"tiny-llama3", "num_attention_heads", "8",
+         "tensor model.layers.0.self_attn.q_proj.weight: is 384 x 192 (rows x columns), expected "
+         "512"},
+        {"tiny-llama3", "num_key_value_heads", "1",
+         "tensor model.layers.0.self_attn.k_proj.weight: is 128 x 192"},
+        {"tiny-llama3", "head_dim", "32", "tensor model.layers.0.self_attn.q_proj.weight: is"},
+        {"tiny-llama3", "num_hidden_layers", "2",
+         "model.layers.2.input_layernorm.weight: the file"},
+        {"tiny-llama3", "num_hidden_layers", "4", "30 tensors cannot make up 4 layers"},
+        {"tiny-llama3", "num_hidden_layers", "60000", "30 tensors cannot make up 60000 layers"},
+        {"tiny-llama3", "model_type", "\"qwen3\"",
+         "tensor model.layers.0.self_attn.q_norm.weight: is missing"},
+        {"tiny-qwen3", "tie_word_embeddings", "false", "tensor lm_head.weight: is missing"},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        expect_bad_config(cases[i].model, cases[i].key, cases[i].value,
+                          "/model.safetensors: ", cases[i].what);
+}
+END_TEST
+
+START_TEST(refuses_broken_folders)
+{
+    json_t *config = load_config("tiny-llama3");
+    char path[512];
+
+    expect_failure(folder, "/config.json: ", "No such file");
+    write_file(config_path, "", 0);
+    expect_failure(folder, "/config.json: ", "is empty");
+    write_file(config_path, "{\n\"model_type\":\n", 15);
+    expect_failure(folder, "/config.json: ", "line 2: is not valid JSON");
+    write_file(config_path, "[]", 2);
+    expect_failure(folder, "/config.json: ", "is not a JSON object");
+    ck_assert_int_eq(json_dump_file(config, config_path, 0), 0);
+    expect_failure(folder, "/model.safetensors: ", "No such file");
+    write_file(index_path, "{}", 2);
+    expect_failure(folder, "/model.safetensors.index.json: ", "split over several files");
+    write_file(tensors_path, "12345", 5);
+    expect_failure(folder, "/model.safetensors: ", "truncated");
+    json_decref(config);
+
+    fixture_path(path, sizeof path, "tiny-llama3", "model.safetensors");
+    expect_failure(path, "model.safetensors: ", "is not a GGUF file");
+}
+END_TEST
+
+/* --- GGUF models ------------------------------------------------------------------------------ */
+
+/* A small model; what is 0 or NULL takes the value beside it. */
+struct recipe {
+    const char *architecture; /* llama */
+    uint32_t type;            /* of matrices; F32 */
+    uint32_t layers;          /* 2 */
+    uint32_t hidden;          /* 64 */
+    uint32_t intermediate;    /* 96 */
+    uint32_t query_heads;     /* 4 */
+    uint32_t kv_heads;        /* 2 */
+    uint32_t head_dim;        /* 16 */
+    uint32_t layers_written;  /* layers */
+    bool tied;
+    const char *omit;    /* a key (without the architecture) or a tensor */
+    const char *enlarge; /* a tensor that gets a row more; a vector, 32 elements */
+    const char *retype;  /* a tensor that gets `other_type` */
+    uint32_t other_type;
+};
+
+static bool is(const char *name, const char *other)
+{
+    return other != NULL && strcmp(name, other) == 0;
+}
+
+static void write_key(const struct recipe *recipe, const char *architecture, const char *key,
+                      uint32_t value)
+{
+    char name[128];
+
+    snprintf(name, sizeof name, "%s.%s", architecture, key);
+    if (!is(key, recipe->omit))
+        gguf_writer_uint(&writer, name, value);
+}
+
+static void write_tensor(const struct recipe *recipe, const char *name, size_t columns, size_t rows)
+{
+    uint32_t type = rows == 0 ? 0 : recipe->type;
+
+    if (is(name, recipe->omit))
+        return;
+    if (is(name, recipe->retype))
+        type = recipe->other_type;
+    if (is(name, recipe->enlarge)) {
+        columns += rows == 0 ? 32 : 0;
+        rows += rows == 0 ? 0 : 1;
+    }
+    gguf_writer_tensor(&writer, name, type, columns, rows, NULL);
+}
+
+#define VOCABULARY 40
+
+static uint32_t or_default(uint32_t value, uint32_t otherwise)
+{
+    return value != 0 ? value : otherwise;
+}
+
+static void write_metadata(const struct recipe *recipe)
+{
+    const char *architecture = recipe->architecture != NULL ? recipe->architecture : "llama";
+    char epsilon[128];
+
+    if (!is("general.architecture", recipe->omit))
+        gguf_writer_string(&writer, "general.architecture", architecture);
+    write_key(recipe, architecture, "block_count", or_default(recipe->layers, 2));
+    write_key(recipe, architecture, "context_length", 256);
+    write_key(recipe, architecture, "embedding_length", or_default(recipe->hidden, 64));
+    write_key(recipe, architecture, "feed_forward_length", or_default(recipe->intermediate, 96));
+    write_key(recipe, architecture, "attention.head_count", or_default(recipe->query_heads, 4));
+    write_key(recipe, architecture, "attention.head_count_kv", or_default(recipe->kv_heads, 2));
+    write_key(recipe, architecture, "attention.key_length", or_default(recipe->head_dim, 16));
+    snprintf(epsilon, sizeof epsilon, "%s.attention.layer_norm_rms_epsilon", architecture);
+    if (!is("attention.layer_norm_rms_epsilon", recipe->omit))
+        gguf_writer_float(&writer, epsilon, 1e-5f);
+}
+
+static void write_model(const struct recipe *recipe)
+{
+    const size_t hidden = or_default(recipe->hidden, 64);
+    const size_t intermediate = or_default(recipe->intermediate, 96);
+    const size_t head_dim = or_default(recipe->head_dim, 16);
+    const size_t q_rows = or_default(recipe->query_heads, 4) * head_dim;
+    const size_t kv_rows = or_default(recipe->kv_heads, 2) * head_dim;
+    const uint32_t layers = or_default(recipe->layers_written, or_default(recipe->layers, 2));
+    const bool qwen3 = is("qwen3", recipe->architecture);
+    const struct {
+        const char *name;
+        size_t columns, rows;
+    } tensors[] = {
+        {"attn_norm", hidden, 0},           {"attn_q", hidden, q_rows},
+        {"attn_k", hidden, kv_rows},        {"attn_v", hidden, kv_rows},
+        {"attn_output", q_rows, hidden},    {"ffn_norm", hidden, 0},
+        {"ffn_gate", hidden, intermediate}, {"ffn_up", hidden, intermediate},
+        {"ffn_down", intermediate, hidden}, {"attn_q_norm", head_dim, 0},
+        {"attn_k_norm", head_dim, 0},
+    };
+    const size_t count = sizeof tensors / sizeof tensors[0] - (qwen3 ? 0 : 2);
+    char name[64];
+
+    write_metadata(recipe);
+    write_tensor(recipe, "token_embd.weight", hidden, VOCABULARY);
+    for (uint32_t i = 0; i < layers; i++) {
+        for (size_t j = 0; j < count; j++) {
+            snprintf(name, sizeof name, "blk.%u.%s.weight", (unsigned)i, tensors[j].name);
+            write_tensor(recipe, name, tensors[j].columns, tensors[j].rows);
+        }
+    }
+    write_tensor(recipe, "output_norm.weight", hidden, 0);
+    if (!recipe->tied)
+        write_tensor(recipe, "output.weight", hidden, VOCABULARY);
+}
+
+static struct model *open_writer(void)
+{
+    gguf_writer_save(&writer, gguf_path);
+    return open_good(gguf_path);
+}
+
+static void restart(void)
+{
+    gguf_writer_free(&writer);
+    gguf_writer_start(&writer);
+}
+
+static void expect_bad_gguf(const char *what)
+{
+    gguf_writer_save(&writer, gguf_path);
+    expect_failure(gguf_path, gguf_path, what);
+    restart();
+}
+
+static void expect_bad_recipe(struct recipe recipe, const char *what)
+{
+    write_model(&recipe);
+    expect_bad_gguf(what);
+}
+
+START_TEST(opens_gguf_of_every_type)
+{
+    for (int i = 0; i < QUANT_TYPES; i++) {
+        const struct recipe recipe = {.type = quant_info((enum quant_type)i)->gguf_type};
+        const enum quant_type type = (enum quant_type)i;
+        const float *norm;
+        struct model *model;
+
+        write_model(&recipe);
+        model = open_writer();
+        ck_assert_uint_eq(model->layer_count, 2);
+        ck_assert_uint_eq(model->hidden, 64);
+        ck_assert_uint_eq(model->intermediate, 96);
+        ck_assert_uint_eq(model->query_heads, 4);
+        ck_assert_uint_eq(model->kv_heads, 2);
+        ck_assert_uint_eq(model->head_dim, 16);
+        ck_assert_uint_eq(model->vocabulary, VOCABULARY);
+        ck_assert_uint_eq(model->context_length, 256);
+        ck_assert_float_eq(model->rms_epsilon, 1e-5f);
+        ck_assert_double_eq(model->rope_theta, 10000);
+        ck_assert(model->rope_interleaved);
+        ck_assert(!model->tied_output);
+        ck_assert_int_eq(model->bos_token, -1);
+        ck_assert_uint_eq(model->end_token_count, 0);
+        for (size_t j = 0; j < 8; j++)
+            check_frequency(model, j, pow(10000, -(double)j / 8));
+        check_weight(&model->token_embedding, type, VOCABULARY, 64);
+        check_weight(&model->output, type, VOCABULARY, 64);
+        check_weight(&model->layers[1].q, type, 64, 64);
+        check_weight(&model->layers[1].k, type, 32, 64);
+        check_weight(&model->layers[1].v, type, 32, 64);
+        check_weight(&model->layers[1].o, type, 64, 64);
+        check_weight(&model->layers[1].gate, type, 96, 64);
+        check_weight(&model->layers[1].up, type, 96, 64);
+        check_weight(&model->layers[1].down, type, 64, 96);
+        ck_assert(memcmp(model->token_embedding.data, writer.data.data,
+                         VOCABULARY * model->token_embedding.row_bytes) == 0);
+        norm = model->layers[1].ffn_norm;
+        for (size_t j = 0; j < 64; j++)
+            ck_assert(norm[j] > 0.8f && norm[j] < 1.2f);
+        model_close(model);
+        restart();
+    }
+}
+END_TEST
+
+START_TEST(opens_gguf_qwen3)
+{
+    const struct recipe recipe = {.architecture = "qwen3", .type = 8, .head_dim = 32, .tied = true};
+    struct model *model;
+
+    write_model(&recipe);
+    gguf_writer_float(&writer, "qwen3.rope.freq_base", 1e6f);
+    gguf_writer_uint(&writer, "tokenizer.ggml.eos_token_id", 39);
+    gguf_writer_uint(&writer, "tokenizer.ggml.eot_token_id", 38);
+    gguf_writer_uint(&writer, "tokenizer.ggml.eom_token_id", 39);
+    gguf_writer_uint(&writer, "tokenizer.ggml.bos_token_id", 1);
+    model = open_writer();
+    ck_assert_int_eq(model->architecture, MODEL_QWEN3);
+    ck_assert(!model->rope_interleaved);
+    ck_assert(model->tied_output);
+    ck_assert_ptr_eq(model->output.data, model->token_embedding.data);
+    ck_assert_double_eq(model->rope_theta, 1e6);
+    check_frequency(model, 1, pow(1e6, -1.0 / 16));
+    check_weight(&model->layers[0].q, QUANT_Q8_0, 128, 64);
+    check_weight(&model->layers[0].o, QUANT_Q8_0, 64, 128);
+    for (size_t i = 0; i < 32; i++) {
+        ck_assert(model->layers[1].q_norm[i] > 0.8f && model->layers[1].q_norm[i] < 1.2f);
+        ck_assert(model->layers[1].k_norm[i] > 0.8f && model->layers[1].k_norm[i] < 1.2f);
+    }
+    ck_assert_int_eq(model->bos_token, 1);
+    ck_assert_uint_eq(model->end_token_count, 2);
+    ck_assert_int_eq(model->end_tokens[0], 39);
+    ck_assert_int_eq(model->end_tokens[1], 38);
+    model_close(model);
+}
+END_TEST
+
+START_TEST(derives_absent_gguf_values)
+{
+    struct recipe recipe = {.omit = "attention.key_length"};
+    struct model *model;
+
+    write_model(&recipe);
+    model = open_writer();
+    ck_assert_uint_eq(model->head_dim, 16);
+    model_close(model);
+    restart();
+
+    recipe = (struct recipe){.omit = "attention.head_count_kv", .kv_heads = 4};
+    write_model(&recipe);
+    model = open_writer();
+    ck_assert_uint_eq(model->kv_heads, 4);
+    model_close(model);
+}
+END_TEST
+
+START_TEST(applies_gguf_rope_factors)
+{
+    static const float factors[] = {1, 1, 1.5f, 2, 4, 8, 8, 8};
+    const struct recipe recipe = {0};
+    struct model *model;
+
+    write_model(&recipe);
+    gguf_writer_tensor(&writer, "rope_freqs.weight", 0, 8, 0, factors);
+    model = open_writer();
+    ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_FACTORS);
+    for (size_t i = 0; i < 8; i++)
+        check_frequency(model, i, pow(10000, -(double)i / 8) / (double)factors[i]);
+    model_close(model);
+}
+END_TEST
+
+START_TEST(tolerates_inactive_gguf_features)
+{
+    const struct recipe recipe = {0};
+    struct model *model;
+
+    write_model(&recipe);
+    gguf_writer_uint(&writer, "llama.expert_count", 0);
+    gguf_writer_uint(&writer, "llama.attention.sliding_window", 256);
+    gguf_writer_uint(&writer, "llama.attention.value_length", 16);
+    gguf_writer_uint(&writer, "llama.rope.dimension_count", 16);
+    gguf_writer_string(&writer, "llama.rope.scaling.type", "linear");
+    gguf_writer_float(&writer, "llama.rope.scaling.factor", 1);
+    gguf_writer_uint(&writer, "split.count", 1);
+    model = open_writer();
+    ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_PLAIN);
+    model_close(model);
+    restart();
+
+    write_model(&recipe);
+    gguf_writer_string(&writer, "llama.rope.scaling.type", "none");
+    gguf_writer_float(&writer, "llama.rope.scaling.factor", 4);
+    model = open_writer();
+    ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_PLAIN);
+    model_close(model);
+}
+END_TEST
+
+START_TEST(header_of_a_vocabulary_only_gguf)
+{
+    static const char *const tokens[] = {"a", "b", "c"};
+    const struct recipe recipe = {0};
+    struct model *model;
+
+    write_metadata(&recipe);
+    gguf_writer_strings(&writer, "tokenizer.ggml.tokens", tokens, 3);
+    gguf_writer_save(&writer, gguf_path);
+    ck_assert_msg(model_open_header(gguf_path, &model, &error), "%s", error.text);
+    ck_assert(!model->has_weights);
+    ck_assert_ptr_null(model->layers);
+    ck_assert_uint_eq(model->layer_count, 2);
+    ck_assert_uint_eq(model->vocabulary, 3);
+    model_close(model);
+    ck_assert(!model_open(gguf_path, &model, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "holds no tensors"));
+    restart();
+
+    write_metadata(&recipe);
+    gguf_writer_save(&writer, gguf_path);
+    ck_assert(!model_open_header(gguf_path, &model, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "tokenizer.ggml.tokens: is missing"));
+}
+END_TEST
+
+START_TEST(refuses_missing_files)
+{
+    expect_failure(gguf_path, "", "No such file");
+    ck_assert_int_eq(mkfifo(gguf_path, 0600), 0);
+    expect_failure(gguf_path, "", "is not a regular file");
+}
+END_TEST
+
+START_TEST(refuses_gguf_with_missing_parts)
+{
+    static const char *const keys[] = {
+        "block_count",         "context_length",       "embedding_length",
+        "feed_forward_length", "attention.head_count", "attention.layer_norm_rms_epsilon",
+    };
+    static const char *const tensors[] = {
+        "token_embd.weight",        "output_norm.weight",       "blk.0.attn_norm.weight",
+        "blk.1.attn_q.weight",      "blk.1.attn_k.weight",      "blk.1.attn_v.weight",
+        "blk.1.attn_output.weight", "blk.1.attn_norm.weight",   "blk.1.ffn_norm.weight",
+        "blk.1.ffn_gate.weight",    "blk.1.ffn_up.weight",      "blk.1.ffn_down.weight",
+        "blk.1.attn_q_norm.weight", "blk.0.attn_k_norm.weight",
+    };
+    char what[128];
+
+    expect_bad_recipe((struct recipe){.omit = "general.architecture"},
+                      "general.architecture: is missing");
+    for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
+        snprintf(what, sizeof what, "llama.%s: is missing", keys[i]);
+        expect_bad_recipe((struct recipe){.omit = keys[i]}, what);
+    }
+    for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {
+        snprintf(what, sizeof what, "tensor %s: is missing", tensors[i]);
+        expect_bad_recipe((struct recipe){.architecture = "qwen3", .omit = tensors[i]}, what);
+    }
+}
+END_TEST
+
+START_TEST(refuses_gguf_of_wrong_shapes)
+{
+    static const char *const tensors[] = {
+        "output_norm.weight",       "blk.0.attn_norm.weight", "blk.1.attn_q.weight",
+        "blk.1.attn_k.weight",      "blk.1.attn_v.weight",    "blk.1.attn_output.weight",
+        "blk.1.ffn_norm.weight",    "blk.1.ffn_gate.weight",  "blk.1.ffn_up.weight",
+        "blk.1.ffn_down.weight",    "output.weight",          "blk.1.attn_q_norm.weight",
+        "blk.0.attn_k_norm.weight",
+    };
+    static const uint64_t cube[] = {64, 2, 2};
+    char what[128];
+
+    for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {
+        snprintf(what, sizeof what, "tensor %s: ", tensors[i]);
+        write_model(&(struct recipe){.architecture = "qwen3", .enlarge = tensors[i]});
+        gguf_writer_save(&writer, gguf_path);
+        expect_failure(gguf_path, what, "expected");
+        restart();
+    }
+    gguf_writer_entry(&writer, "blk.0.attn_norm.weight", 0, 3, cube, 0);
+    for (int i = 0; i < 256; i++)
+        bytes_u32(&writer.data, 0);
+    expect_bad_recipe((struct recipe){.omit = "blk.0.attn_norm.weight"},
+                      "tensor blk.0.attn_norm.weight: has 3 dimensions, expected 1");
+}
+END_TEST
+
+START_TEST(refuses_gguf_of_unsupported_types)
+{
+    static const uint64_t shape[] = {256, 64};
+
+    expect_bad_recipe((struct recipe){.retype = "output_norm.weight", .other_type = 8},
+                      "tensor output_norm.weight: is Q8_0, expected F32, F16 or BF16 for a norm");
+    gguf_writer_entry(&writer, "token_embd.weight", 14, 2, shape, 0);
+    expect_bad_recipe((struct recipe){.hidden = 256, .omit = "token_embd.weight"},
+                      "tensor token_embd.weight: the element type Q6_K is not supported; "
+                      "supported: F32, F16, BF16, Q4_0, Q4_1, Q8_0");
+}
+END_TEST
+
+START_TEST(refuses_bad_gguf_geometry)
+{
+    expect_bad_recipe((struct recipe){.architecture = "mamba"},
+                      "general.architecture: mamba is not supported; supported: llama, qwen3");
+    expect_bad_recipe((struct recipe){.architecture = "llama4"}, "llama4 is not supported");
+    expect_bad_recipe((struct recipe){.architecture = "qwen3moe"}, "qwen3moe is not supported");
+    expect_bad_recipe((struct recipe){.query_heads = 3},
+                      "llama.attention.head_count_kv: 3 query heads cannot share 2 KV heads");
+    expect_bad_recipe(
+        (struct recipe){.query_heads = 3, .kv_heads = 3, .omit = "attention.key_length"},
+        "llama.attention.key_length: is missing, and the width 64 is not a multiple");
+    expect_bad_recipe(
+        (struct recipe){.query_heads = 16, .kv_heads = 16, .omit = "attention.key_length"},
+        "llama.attention.key_length: a head of 4, expected an even number");
+    expect_bad_recipe((struct recipe){.head_dim = 17}, "a head of 17");
+    expect_bad_recipe((struct recipe){.head_dim = 520}, "llama.attention.key_length: is 520");
+    expect_bad_recipe((struct recipe){.layers = 3, .layers_written = 2}, "cannot make up 3 layers");
+    expect_bad_recipe((struct recipe){.layers = 65536, .layers_written = 2},
+                      "21 tensors cannot make up 65536 layers");
+    expect_bad_recipe((struct recipe){.layers = UINT32_MAX, .layers_written = 2},
+                      "llama.block_count: is 4294967295, expected 1 to 65536");
+    expect_bad_recipe((struct recipe){.layers = 1, .layers_written = 2},
+                      "tensor blk.1.attn_norm.weight: the file has more than the 1 layers");
+}
+END_TEST
+
+/* One entry added to a good model. */
+static void expect_bad_uint(const char *key, uint32_t value, const char *what)
+{
+    gguf_writer_uint(&writer, key, value);
+    expect_bad_recipe((struct recipe){0}, what);
+}
+
+static void expect_bad_float(const char *key, float value, const char *what)
+{
+    gguf_writer_float(&writer, key, value);
+    expect_bad_recipe((struct recipe){0}, what);
+}
+
+static void expect_bad_string(const char *key, const char *value, const char *what)
+{
+    gguf_writer_string(&writer, key, value);
+    expect_bad_recipe((struct recipe){0}, what);
+}
+
+START_TEST(refuses_unsupported_gguf_features)
+{
+    static const float factors[9] = {1, 1, 1, 1, -1, 1, 1, 1, 1};
+
+    expect_bad_uint("llama.expert_count", 8, "expert_count: is 8; mixtures of experts");
+    expect_bad_uint("llama.attention.sliding_window", 255,
+                    "sliding_window: is 255; sliding-window attention is not supported");
+    expect_bad_uint("llama.attention.value_length", 32,
+                    "value_length: is 32, but the keys have 16");
+    expect_bad_uint("llama.rope.dimension_count", 8, "dimension_count: is 8 of a head of 16");
+    expect_bad_uint("split.count", 2, "split.count: is 2; models split");
+    expect_bad_string("llama.expert_count", "8", "llama.expert_count: is STRING, expected an int");
+    expect_bad_string("llama.rope.scaling.type", "yarn",
+                      "llama.rope.scaling.type: yarn is not supported; supported: none");
+    expect_bad_string("llama.rope.scaling.type", "longrope", "longrope is not supported");
+    expect_bad_float("llama.rope.scaling.factor", 2, "linear is not supported");
+    expect_bad_float("llama.rope.scale_linear", 2, "linear is not supported");
+    expect_bad_float("llama.rope.freq_base", 0,
+                     "llama.rope.freq_base: is 0, expected a number abo");
+    expect_bad_float("llama.rope.freq_base", NAN, "llama.rope.freq_base: is not finite");
+    expect_bad_float("llama.attention.scale", 0.5f, "llama.attention.scale: is not supported");
+    expect_bad_float("llama.logit_scale", 0.5f, "llama.logit_scale: is not supported");
+    expect_bad_uint("tokenizer.ggml.eos_token_id", VOCABULARY,
+                    "tokenizer.ggml.eos_token_id: is 40, outside the vocabulary of 40");
+    expect_bad_uint("tokenizer.ggml.bos_token_id", UINT32_MAX,
+                    "tokenizer.ggml.bos_token_id: is 4294967295, outside");
+    expect_bad_string("tokenizer.ggml.eos_token_id", "2", "eos_token_id: is STRING, expected an i");
+
+    gguf_writer_tensor(&writer, "blk.1.attn_q.bias", 0, 64, 0, NULL);
+    expect_bad_recipe((struct recipe){0}, "tensor blk.1.attn_q.bias: biases are not supported");
+    gguf_writer_tensor(&writer, "rope_freqs.weight", 0, 8, 0, factors);
+    expect_bad_recipe((struct recipe){0}, "tensor rope_freqs.weight: element 4 is -1");
+    gguf_writer_tensor(&writer, "rope_freqs.weight", 0, 9, 0, factors);
+    expect_bad_recipe((struct recipe){0}, "tensor rope_freqs.weight: is not F32 of 8 elements");
+    gguf_writer_tensor(&writer, "rope_freqs.weight", 1, 16, 0, NULL);
+    expect_bad_recipe((struct recipe){0}, "tensor rope_freqs.weight: is not F32 of 8 elements");
+}
+END_TEST
+
+START_TEST(refuses_truncated_gguf)
+{
+    const struct recipe recipe = {.type = 3};
+    struct bytes image;
+
+    write_model(&recipe);
+    image = gguf_writer_image(&writer);
+    for (size_t size = 1; size < image.size; size += 97) {
+        write_file(gguf_path, image.data, size);
+        expect_failure(gguf_path, gguf_path, "");
+    }
+    bytes_free(&image);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("model");
+    TCase *test_case = tcase_create("model");
+    SRunner *runner = srunner_create(suite);
+    int failed;
+
+    tcase_add_checked_fixture(test_case, setup, teardown);
+    tcase_add_test(test_case, opens_tiny_llama3);
+    tcase_add_test(test_case, opens_tiny_qwen3);
+    tcase_add_test(test_case, header_has_shapes_but_no_norms);
+    tcase_add_test(test_case, reads_older_rope_spellings);
+    tcase_add_test(test_case, reads_end_tokens_from_both_files);
+    tcase_add_test(test_case, tolerates_inactive_features);
+    tcase_add_test(test_case, refuses_bad_configs);
+    tcase_add_test(test_case, refuses_an_active_sliding_window);
+    tcase_add_test(test_case, refuses_configs_that_the_tensors_contradict);
+    tcase_add_test(test_case, refuses_broken_folders);
+    tcase_add_test(test_case, opens_gguf_of_every_type);
+    tcase_add_test(test_case, opens_gguf_qwen3);
+    tcase_add_test(test_case, derives_absent_gguf_values);
+    tcase_add_test(test_case, applies_gguf_rope_factors);
+    tcase_add_test(test_case, tolerates_inactive_gguf_features);
+    tcase_add_test(test_case, header_of_a_vocabulary_only_gguf);
+    tcase_add_test(test_case, refuses_missing_files);
+    tcase_add_test(test_case, refuses_gguf_with_missing_parts);
+    tcase_add_test(test_case, refuses_gguf_of_wrong_shapes);
+    tcase_add_test(test_case, refuses_gguf_of_unsupported_types);
+    tcase_add_test(test_case, refuses_bad_gguf_geometry);
+    tcase_add_test(test_case, refuses_unsupported_gguf_features);
+    tcase_add_test(test_case, refuses_truncated_gguf);
+    suite_add_tcase(suite, test_case);
+    srunner_run_all(runner, CK_NORMAL);
+    failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

@@ -1,0 +1,254 @@
+/* SPDX-License-Identifier: MIT */
+/* Safetensors reader: good files, and headers that lie. */
+#include <check.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "../tools/runner/safetensors.h"
+#include "gguf_writer.h"
+
+static char folder[64];
+static char path[96];
+static struct error error;
+
+static void setup(void)
+{
+    strcpy(folder, "/tmp/check_safetensors.XXXXXX");
+    ck_assert_ptr_nonnull(mkdtemp(folder));
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+}
+
+static void teardown(void)
+{
+    unlink(path);
+    rmdir(folder);
+}
+
+/* A file with this header, spaces up to a multiple of 8 bytes, and data of bytes 0, 1, 2 .. */
+static void write_tensors(const char *header, size_t data_size)
+{
+    struct bytes file = {0};
+    const size_t length = (strlen(header) + 7) / 8 * 8;
+
+    bytes_u64(&file, length);
+    bytes_append(&file, header, strlen(header));
+    while (file.size < length + 8)
+        bytes_append(&file, " ", 1);
+    for (size_t i = 0; i < data_size; i++) {
+        const unsigned char byte = (unsigned char)i;
+
+        bytes_append(&file, &byte, 1);
+    }
+    write_file(path, file.data, file.size);
+    bytes_free(&file);
+}
+
+static void expect_failure(const char *what)
+{
+    struct safetensors *file = (struct safetensors *)&error;
+
+    error.text[0] = '\0';
+    ck_assert(!safetensors_open(path, &file, &error));
+    ck_assert_ptr_null(file);
+    ck_assert_msg(strncmp(error.text, path, strlen(path)) == 0, "%s", error.text);
+    ck_assert_msg(strstr(error.text, what) != NULL, "no '%s' in '%s'", what, error.text);
+}
+
+static void expect_bad(const char *header, size_t data_size, const char *what)
+{
+    write_tensors(header, data_size);
+    expect_failure(what);
+}
+
+static const char sample[] =
+    "{\"__metadata__\":{\"format\":\"pt\"},"
+    "\"b\":{\"dtype\":\"BF16\",\"shape\":[2,3],\"data_offsets\":[8,20]},"
+    "\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
+    "\"none\":{\"dtype\":\"F16\",\"shape\":[0,4],\"data_offsets\":[20,20]},"
+    "\"scalar\":{\"dtype\":\"F16\",\"shape\":[],\"data_offsets\":[20,22]},"
+    "\"other\":{\"dtype\":\"F8_E4M3\",\"shape\":[1,2],\"data_offsets\":[22,24]}}";
+
+START_TEST(reads_tensors)
+{
+    const struct safetensors_tensor *tensor;
+    struct safetensors *file;
+
+    write_tensors(sample, 24);
+    ck_assert_msg(safetensors_open(path, &file, &error), "%s", error.text);
+    ck_assert_uint_eq(safetensors_count(file), 5);
+    ck_assert_str_eq(safetensors_file(file)->path, path);
+
+    tensor = safetensors_tensor(file, "a");
+    ck_assert_ptr_nonnull(tensor);
+    ck_assert(tensor->known);
+    ck_assert_int_eq(tensor->type, QUANT_F32);
+    ck_assert_uint_eq(tensor->dimension_count, 1);
+    ck_assert_uint_eq(tensor->dimensions[0], 2);
+    ck_assert_uint_eq(tensor->dimensions[1], 1);
+    ck_assert(memcmp(tensor->data, "\0\1\2\3\4\5\6\7", 8) == 0);
+
+    tensor = safetensors_tensor(file, "b");
+    ck_assert_ptr_nonnull(tensor);
+    ck_assert_int_eq(tensor->type, QUANT_BF16);
+    ck_assert_uint_eq(tensor->dimensions[0], 2);
+    ck_assert_uint_eq(tensor->dimensions[1], 3);
+    ck_assert_uint_eq(*(const unsigned char *)tensor->data, 8);
+
+    tensor = safetensors_tensor(file, "none");
+    ck_assert_ptr_nonnull(tensor);
+    ck_assert_uint_eq(tensor->dimensions[0], 0);
+    tensor = safetensors_tensor(file, "scalar");
+    ck_assert_ptr_nonnull(tensor);
+    ck_assert_int_eq(tensor->type, QUANT_F16);
+    ck_assert_uint_eq(tensor->dimension_count, 0);
+    ck_assert_uint_eq(*(const unsigned char *)tensor->data, 20);
+
+    tensor = safetensors_tensor(file, "other");
+    ck_assert_ptr_nonnull(tensor);
+    ck_assert(!tensor->known);
+    ck_assert_str_eq(tensor->dtype, "F8_E4M3");
+    ck_assert_ptr_null(tensor->data);
+    ck_assert_ptr_null(safetensors_tensor(file, "c"));
+    ck_assert_ptr_null(safetensors_tensor(file, "__metadata__"));
+    safetensors_close(file);
+    safetensors_close(NULL);
+}
+END_TEST
+
+START_TEST(reads_an_empty_header)
+{
+    struct safetensors *file;
+
+    write_tensors("{}", 0);
+    ck_assert_msg(safetensors_open(path, &file, &error), "%s", error.text);
+    ck_assert_uint_eq(safetensors_count(file), 0);
+    ck_assert_ptr_null(safetensors_tensor(file, "a"));
+    safetensors_close(file);
+}
+END_TEST
+
+START_TEST(refuses_what_is_not_a_file)
+{
+    expect_failure("No such file");
+    ck_assert_int_eq(mkdir(path, 0700), 0);
+    expect_failure("is a directory");
+    rmdir(path);
+    write_file(path, "", 0);
+    expect_failure("is empty");
+}
+END_TEST
+
+START_TEST(refuses_truncation_anywhere)
+{
+    const size_t size = 8 + (sizeof sample + 6) / 8 * 8 + 24;
+
+    write_tensors(sample, 24);
+    for (size_t length = size - 1; length > 0; length--) {
+        ck_assert_int_eq(truncate(path, (off_t)length), 0);
+        expect_failure(length < 8           ? "truncated"
+                       : length < size - 24 ? "the header length is"
+                                            : "tensor");
+    }
+}
+END_TEST
+
+START_TEST(refuses_bad_header_lengths)
+{
+    static const uint64_t lengths[] = {9, 1 << 20, INT64_MAX, UINT64_MAX - 7, UINT64_MAX};
+
+    for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+        struct bytes file = {0};
+
+        bytes_u64(&file, lengths[i]);
+        bytes_append(&file, "{}      ", 8);
+        write_file(path, file.data, file.size);
+        bytes_free(&file);
+        expect_failure("the header length is");
+    }
+}
+END_TEST
+
+START_TEST(refuses_bad_json)
+{
+    expect_bad("{\"a\":", 0, "the header is not valid JSON");
+    expect_bad("", 0, "the header is not valid JSON");
+    expect_bad("[]", 0, "the header is not a JSON object");
+    expect_bad("{\"a\":1}", 0, "tensor a: is not a JSON object");
+    expect_bad("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
+               "\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}",
+               8, "duplicate");
+}
+END_TEST
+
+#define TENSOR(dtype, shape, offsets)                                                              \
+    "{\"a\":{\"dtype\":" dtype ",\"shape\":" shape ",\"data_offsets\":" offsets "}}"
+
+START_TEST(refuses_bad_entries)
+{
+    expect_bad(TENSOR("3", "[1]", "[0,4]"), 4, "tensor a: dtype is not a string");
+    expect_bad("{\"a\":{\"shape\":[1],\"data_offsets\":[0,4]}}", 4,
+               "tensor a: dtype is not a string");
+    expect_bad(TENSOR("\"F32\"", "1", "[0,4]"), 4, "tensor a: shape is not an array");
+    expect_bad(TENSOR("\"F32\"", "[1,1,1,1,1]", "[0,4]"), 4, "tensor a: shape is not an array");
+    expect_bad(TENSOR("\"F32\"", "[1,-1]", "[0,4]"), 4, "tensor a: shape[1] is not a size");
+    expect_bad(TENSOR("\"F32\"", "[1.0]", "[0,4]"), 4, "tensor a: shape[0] is not a size");
+    expect_bad(TENSOR("\"F32\"", "[18446744073709551617]", "[0,4]"), 4, "not valid JSON");
+    expect_bad(TENSOR("\"F32\"", "[4294967296,4294967296]", "[0,0]"), 0,
+               "tensor a: shape[1] is 4294967296: the number of elements overflows");
+    expect_bad(TENSOR("\"F32\"", "[4611686018427387904]", "[0,0]"), 0,
+               "tensor a: data_offsets span 0 bytes");
+    expect_bad(TENSOR("\"F32\"", "[1]", "4"), 4, "tensor a: data_offsets is not [BEGIN, END]");
+    expect_bad(TENSOR("\"F32\"", "[1]", "[0]"), 4, "tensor a: data_offsets is not [BEGIN, END]");
+    expect_bad(TENSOR("\"F32\"", "[1]", "[0,4,8]"), 4, "data_offsets is not [BEGIN, END]");
+    expect_bad(TENSOR("\"F32\"", "[1]", "[-4,0]"), 4, "data_offsets is not [BEGIN, END]");
+    expect_bad(TENSOR("\"F32\"", "[1]", "[4,0]"), 4, "data_offsets is not [BEGIN, END]");
+    expect_bad(TENSOR("\"F32\"", "[1]", "[0,8]"), 4, "tensor a: data_offsets end at 8, past the 4");
+    expect_bad(TENSOR("\"F32\"", "[1]", "[0,9223372036854775807]"), 4,
+               "tensor a: data_offsets end at 9223372036854775807");
+    expect_bad(TENSOR("\"F32\"", "[1]", "[0,2]"), 4, "tensor a: data_offsets span 2 bytes");
+    expect_bad(TENSOR("\"BF16\"", "[2,2]", "[0,4]"), 4, "tensor a: data_offsets span 4 bytes");
+    expect_bad(TENSOR("\"F32\"", "[0]", "[0,4]"), 4, "tensor a: data_offsets span 4 bytes");
+    expect_bad(TENSOR("\"I8\"", "[1]", "[0,9]"), 4, "tensor a: data_offsets end at 9");
+}
+END_TEST
+
+START_TEST(refuses_holes_and_overlaps)
+{
+    expect_bad(TENSOR("\"F32\"", "[1]", "[4,8]"), 8,
+               "tensor a: data_offsets begin at 4, expected 0");
+    expect_bad(TENSOR("\"F32\"", "[1]", "[0,4]"), 8, "the tensors take 4 of the 8 bytes");
+    expect_bad("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
+               "\"b\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[4,12]}}",
+               12, "tensor b: data_offsets begin at 4, expected 8");
+    expect_bad("{\"a\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[0,3]},"
+               "\"b\":{\"dtype\":\"F16\",\"shape\":[1],\"data_offsets\":[3,5]}}",
+               5, "tensor b: its data begin at byte");
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("safetensors");
+    TCase *test_case = tcase_create("safetensors");
+    SRunner *runner = srunner_create(suite);
+    int failed;
+
+    tcase_add_checked_fixture(test_case, setup, teardown);
+    tcase_add_test(test_case, reads_tensors);
+    tcase_add_test(test_case, reads_an_empty_header);
+    tcase_add_test(test_case, refuses_what_is_not_a_file);
+    tcase_add_test(test_case, refuses_truncation_anywhere);
+    tcase_add_test(test_case, refuses_bad_header_lengths);
+    tcase_add_test(test_case, refuses_bad_json);
+    tcase_add_test(test_case, refuses_bad_entries);
+    tcase_add_test(test_case, refuses_holes_and_overlaps);
+    suite_add_tcase(suite, test_case);
+    srunner_run_all(runner, CK_NORMAL);
+    failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: MIT */
+/* Model files: hyperparameters and mapped weights of Llama and Qwen3 transformers. */
+#ifndef PUZZLEKV_TOOLS_RUNNER_MODEL_H
+#define PUZZLEKV_TOOLS_RUNNER_MODEL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../error.h"
+#include "quant.h"
+
+enum model_architecture { MODEL_LLAMA, MODEL_QWEN3 };
+
+enum model_rope_scaling {
+    MODEL_ROPE_PLAIN,
+    MODEL_ROPE_LLAMA3,  /* frequencies changed by wavelength, as Llama 3.1 does */
+    MODEL_ROPE_FACTORS, /* each frequency divided by a factor that the file lists */
+};
+
+/* A matrix as it lies in the file, row-major: y[rows] = weight x[columns]. */
+struct weight {
+    enum quant_type type;
+    size_t rows;
+    size_t columns;   /* a multiple of the type's block */
+    size_t row_bytes; /* from one row to the next; rows * row_bytes lie inside the file */
+    const void *data; /* aligned to the type's widest field */
+};
+
+/* Norm vectors are expanded to f32 and owned by the model. */
+struct model_layer {
+    const float *attention_norm; /* [hidden] */
+    const float *q_norm;         /* [head_dim], for each head before RoPE; NULL for Llama */
+    const float *k_norm;         /* [head_dim], likewise */
+    const float *ffn_norm;       /* [hidden] */
+    struct weight q;             /* [query_heads * head_dim, hidden] */
+    struct weight k;             /* [kv_heads * head_dim, hidden] */
+    struct weight v;             /* [kv_heads * head_dim, hidden] */
+    struct weight o;             /* [hidden, query_heads * head_dim] */
+    struct weight gate;          /* [intermediate, hidden] */
+    struct weight up;            /* [intermediate, hidden] */
+    struct weight down;          /* [hidden, intermediate] */
+};
+
+/* Immutable once open, so threads may share it. */
+struct model {
+    enum model_architecture architecture;
+    size_t layer_count;
+    size_t hidden;
+    size_t intermediate;
+    size_t query_heads; /* a multiple of kv_heads */
+    size_t kv_heads;
+    size_t head_dim;       /* even, 8 .. 512; query_heads * head_dim need not be hidden */
+    size_t vocabulary;     /* rows of the output matrix and of the embedding */
+    size_t context_length; /* positions the model was made for */
+    float rms_epsilon;
+    bool tied_output; /* output is the token embedding */
+
+    double rope_theta;
+    enum model_rope_scaling rope_scaling;
+    /* MODEL_ROPE_LLAMA3 only, else 0. */
+    double rope_factor, rope_low_frequency_factor, rope_high_frequency_factor;
+    double rope_original_context;
+    /* Which elements of a head form pair i, turned by position * rope_inverse_frequencies[i]:
+     * 2i and 2i + 1 if interleaved (Llama in GGUF, whose q and k rows are permuted for it), else i
+     * and i + head_dim / 2. */
+    bool rope_interleaved;
+    float *rope_inverse_frequencies; /* [head_dim / 2] */
+
+    int32_t bos_token; /* -1: the files name none */
+    size_t end_token_count;
+    int32_t *end_tokens; /* ids that end a generation, without duplicates, each in the vocabulary */
+
+    /* False only from model_open_header on a vocabulary-only GGUF: then there are no layers below
+     * and `vocabulary` counts the tokens listed. */
+    bool has_weights;
+    struct weight token_embedding; /* [vocabulary, hidden] */
+    const float *output_norm;      /* [hidden] */
+    struct weight output;          /* [vocabulary, hidden]; a copy of token_embedding if tied */
+    struct model_layer *layers;    /* [layer_count] */
+
+    struct model_files *files; /* the mapped files and the memory behind the norms; model.c's own */
+};
+
+/* Opens a GGUF file or a Hugging Face folder (config.json, model.safetensors and, if present,
+ * generation_config.json). Checks every hyperparameter and the shape and type of every tensor used;
+ * an error names the file and the field or tensor, and *model is NULL. What would compute something
+ * else than asked is refused by name: other architectures, an active sliding window, mixtures of
+ * experts, biases, other RoPE scalings. Weights stay mapped and are not read. */
+bool model_open(const char *path, struct model **model, struct error *error);
+
+/* The same checks without reading any tensor's contents: norms are NULL. */
+bool model_open_header(const char *path, struct model **model, struct error *error);
+
+/* Accepts NULL. */
+void model_close(struct model *model);
+
+/* "llama" or "qwen3". */
+const char *model_architecture_name(enum model_architecture architecture);
+
+#endif
