@@ -1,0 +1,489 @@
+/* SPDX-License-Identifier: MIT */
+/* Attention of a step's new tokens over mixed pages and, causally, over each other. */
+#include "attention.h"
+
+#include "store.h"
+
+#include <math.h>
+
+#define RUN_PAGES 16
+
+/* From this many rows on a page is widened to f32 once instead of in every tile of rows. */
+#define WIDEN_ROWS 16
+
+/* Below this many multiplications a parallel region costs more than it saves. */
+#define PARALLEL_MULTIPLIES 200000.0
+
+/* Runs are spread over threads when there are fewer tasks than this for each, and the states of
+ * them take no more than this. */
+#define TASKS_PER_THREAD        4
+#define STATE_FLOATS_PER_THREAD (1 << 18)
+
+/* A row takes less than 64 KiB of scratch. */
+#define MAX_ROWS (SIZE_MAX >> 32)
+
+/* ---- Plan ---- */
+
+static size_t cached_runs(const struct backend *backend, const struct backend_item *item)
+{
+    return (pages_count(&backend->geometry->policy, item->tokens) + RUN_PAGES - 1) / RUN_PAGES;
+}
+
+/* A state of `rows` rows: m, l, then o with padded rows. */
+static size_t state_floats(const struct backend *backend, size_t rows)
+{
+    return 2 * kernels_padded(rows) + rows * kernels_padded(backend->geometry->head_dim);
+}
+
+/* Blocks of one item come with the longest first, so that the last tasks are short. */
+static void list_units(struct backend *backend)
+{
+    const struct geometry *geometry = backend->geometry;
+    struct cpu_step *step = &backend->step;
+    size_t i = 0;
+
+    for (size_t n = 0; n < step->plan.n_items; n++) {
+        const struct backend_item *item = &step->plan.items[n];
+        size_t block = (item->new_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+
+        while (block-- > 0) {
+            struct attention_unit *unit = &step->units[i++];
+
+            unit->item = item;
+            unit->block = block;
+            unit->tokens = cpu_block_tokens(item, block);
+            unit->runs = cached_runs(backend, item) + block / RUN_PAGES + 1;
+            unit->first_state = step->n_states;
+            step->n_states += unit->runs;
+            step->multiplies += 2.0 * (double)(unit->tokens * geometry->query_heads) *
+                                (double)(item->tokens + (block + 1) * BLOCK_TOKENS) *
+                                (double)geometry->head_dim;
+        }
+    }
+}
+
+static size_t take(size_t *floats, size_t n)
+{
+    size_t at = *floats;
+
+    *floats += kernels_padded(n);
+    return at;
+}
+
+static void lay_out(struct backend *backend, size_t rows)
+{
+    const struct geometry *geometry = backend->geometry;
+    struct attention_layout *layout = &backend->step.layout;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    size_t columns = cpu_max(length, BLOCK_TOKENS);
+    size_t rank = 0;
+    size_t *floats = &layout->floats;
+
+    for (size_t layer = 0; layer < geometry->layers; layer++)
+        rank = cpu_max(rank, cpu_max(geometry->rank_k[layer], geometry->rank_v[layer]));
+    *floats = 0;
+    layout->q = take(floats, rows * d);
+    layout->scores = take(floats, rows * kernels_padded(columns));
+    layout->inner = take(floats, rows * kernels_padded(rank));
+    layout->wide = take(floats, cpu_max(columns * d, rank * (length + d)) + KERNELS_PAD);
+    layout->scale = take(floats, rows);
+    layout->valid = take(floats, rows);
+    layout->run = take(floats, state_floats(backend, rows));
+    layout->merged = take(floats, state_floats(backend, rows));
+}
+
+pkv_status attention_step_begin(struct backend *backend)
+{
+    struct cpu_step *step = &backend->step;
+    const struct backend_plan *plan = &step->plan;
+    const size_t heads = backend->geometry->kv_heads;
+    size_t most = 0;
+
+    for (size_t i = 0; i < plan->n_items; i++) {
+        step->n_units += (plan->items[i].new_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+        most = cpu_max(most, cpu_min(plan->items[i].new_tokens, BLOCK_TOKENS));
+    }
+    step->units = memory_allocate(backend->memory, step->n_units, sizeof *step->units);
+    if (!step->units)
+        return fail(backend->message, PKV_ERROR_MEMORY, "cannot allocate a plan of %zu blocks",
+                    step->n_units);
+    list_units(backend);
+    if (__builtin_mul_overflow(most, cpu_group(backend->geometry), &most) || most > MAX_ROWS)
+        return fail(backend->message, PKV_ERROR_MEMORY,
+                    "%zu query heads a KV head need more scratch than memory can hold",
+                    cpu_group(backend->geometry));
+    lay_out(backend, most);
+    step->state_floats = state_floats(backend, most);
+    if (step->threads > 1 && step->n_units * heads < TASKS_PER_THREAD * (size_t)step->threads) {
+        size_t floats;
+
+        if (!__builtin_mul_overflow(step->n_states * heads, step->state_floats, &floats) &&
+            floats / STATE_FLOATS_PER_THREAD < step->threads) {
+            step->states = memory_allocate(backend->memory, floats, sizeof *step->states);
+            if (!step->states)
+                return fail(backend->message, PKV_ERROR_MEMORY,
+                            "cannot allocate %zu bytes of attention states",
+                            floats * sizeof *step->states);
+        }
+    }
+    return PKV_OK;
+}
+
+void attention_step_close(struct backend *backend)
+{
+    memory_release(backend->memory, backend->step.states);
+    memory_release(backend->memory, backend->step.units);
+}
+
+/* ---- One page ---- */
+
+struct state {
+    float *m;
+    float *l;
+    float *o; /* [rows], kernels_padded(d) elements each */
+};
+
+/* A thread at work on one unit and KV head. */
+struct worker {
+    const struct backend *backend;
+    const struct attention_unit *unit;
+    size_t layer;
+    size_t kv_head;
+    size_t rows;
+    float *scratch;
+    float *q;        /* [rows, d], scaled */
+    float *scores;   /* [rows, score_stride] */
+    float *inner;    /* [rows, inner_stride]: q R_K^T, then exp(s) L_V */
+    float *wide;     /* one factor, or K or V of one page, in f32 */
+    float *scale;    /* [rows] */
+    uint32_t *valid; /* [rows]: keys that a row sees in its own block */
+    size_t score_stride;
+    size_t inner_stride;
+    size_t state_stride;
+    struct state run;
+    struct state merged;
+};
+
+static struct state state_at(float *floats, size_t rows)
+{
+    return (struct state){floats, floats + kernels_padded(rows), floats + 2 * kernels_padded(rows)};
+}
+
+static struct worker worker_init(const struct backend *backend, size_t layer)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct attention_layout *layout = &backend->step.layout;
+    float *scratch = (float *)(void *)(backend->step.scratch +
+                                       cpu_thread() * backend->step.scratch_bytes);
+    size_t rank = cpu_max(geometry->rank_k[layer], geometry->rank_v[layer]);
+    struct worker worker = {
+        .backend = backend,
+        .layer = layer,
+        .scratch = scratch,
+        .q = scratch + layout->q,
+        .scores = scratch + layout->scores,
+        .inner = scratch + layout->inner,
+        .wide = scratch + layout->wide,
+        .scale = scratch + layout->scale,
+        .valid = (uint32_t *)(void *)(scratch + layout->valid),
+        .score_stride = kernels_padded(cpu_max(geometry->policy.page_tokens, BLOCK_TOKENS)),
+        .inner_stride = kernels_padded(rank),
+        .state_stride = kernels_padded(geometry->head_dim),
+    };
+
+    return worker;
+}
+
+/* c = scale c + a b for one stored matrix b [k, ldb] of which the first n columns count. */
+static void multiply(const struct worker *worker, size_t k, size_t n, const float *a, size_t lda,
+                     const unsigned char *b, size_t ldb, const float *scale, float *c, size_t ldc)
+{
+    const struct kernels *kernels = worker->backend->kernels;
+    pkv_dtype dtype = worker->backend->geometry->dtype;
+    const void *right = b;
+
+    if (worker->rows >= WIDEN_ROWS && dtype != PKV_F32) {
+        kernels->to_f32[dtype](k * ldb, b, worker->wide);
+        right = worker->wide;
+        dtype = PKV_F32;
+    }
+    kernels->product[dtype](worker->rows, k, n, a, lda, right, ldb, scale, c, ldc);
+}
+
+static void score_dense(const struct worker *worker, const unsigned char *k, size_t ldk,
+                        size_t tokens)
+{
+    const size_t d = worker->backend->geometry->head_dim;
+
+    multiply(worker, d, tokens, worker->q, d, k, ldk, NULL, worker->scores, worker->score_stride);
+}
+
+static void accumulate_dense(const struct worker *worker, const unsigned char *v, size_t tokens,
+                             const float *scale, float *o)
+{
+    const size_t d = worker->backend->geometry->head_dim;
+
+    multiply(worker, tokens, d, worker->scores, worker->score_stride, v, d, scale, o,
+             worker->state_stride);
+}
+
+/* (q R_K^T) L_K^T */
+static void score_factors(const struct worker *worker, const struct factor_page *page)
+{
+    const struct geometry *geometry = worker->backend->geometry;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    const size_t rank = geometry->rank_k[worker->layer];
+
+    multiply(worker, d, rank, worker->q, d, page->k_right, rank, NULL, worker->inner,
+             worker->inner_stride);
+    multiply(worker, rank, length, worker->inner, worker->inner_stride, page->k_left, length, NULL,
+             worker->scores, worker->score_stride);
+}
+
+/* scale o + (exp(s) L_V) R_V */
+static void accumulate_factors(const struct worker *worker, const struct factor_page *page,
+                               const float *scale, float *o)
+{
+    const struct geometry *geometry = worker->backend->geometry;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    const size_t rank = geometry->rank_v[worker->layer];
+
+    multiply(worker, length, rank, worker->scores, worker->score_stride, page->v_left, rank, NULL,
+             worker->inner, worker->inner_stride);
+    multiply(worker, rank, d, worker->inner, worker->inner_stride, page->v_right, d, scale, o,
+             worker->state_stride);
+}
+
+static void softmax(const struct worker *worker, size_t tokens, const uint32_t *valid,
+                    const struct state *state)
+{
+    worker->backend->kernels->softmax(worker->rows, tokens, valid, worker->scores,
+                                      worker->score_stride, state->m, state->l, worker->scale);
+}
+
+/* Cached page `number` of the unit's item into `state`; `scale` is NULL for a run's first. */
+static void attend_page(const struct worker *worker, size_t number, const float *scale,
+                        const struct state *state)
+{
+    const struct backend *backend = worker->backend;
+    const struct backend_item *item = worker->unit->item;
+    const struct page *page = &item->table[number];
+    size_t tokens = pages_tokens(&backend->geometry->policy, item->tokens, number);
+
+    if (page->kind == SLOT_FACTOR) {
+        struct factor_page factors =
+            store_factors(backend, worker->layer, worker->kv_head, page->slot);
+
+        score_factors(worker, &factors);
+        softmax(worker, tokens, NULL, state);
+        accumulate_factors(worker, &factors, scale, state->o);
+    } else {
+        struct dense_page dense = store_dense(backend, worker->layer, worker->kv_head, page->slot);
+
+        score_dense(worker, dense.k, backend->geometry->policy.page_tokens, tokens);
+        softmax(worker, tokens, NULL, state);
+        accumulate_dense(worker, dense.v, tokens, scale, state->o);
+    }
+}
+
+/* Block `number` of the item's new tokens; causal in the unit's own. */
+static void attend_block(const struct worker *worker, size_t number, const float *scale,
+                         const struct state *state)
+{
+    struct dense_page block =
+        store_block(worker->backend, worker->unit->item, worker->kv_head, number);
+    size_t tokens = cpu_block_tokens(worker->unit->item, number);
+
+    score_dense(worker, block.k, tokens, tokens);
+    softmax(worker, tokens, number == worker->unit->block ? worker->valid : NULL, state);
+    accumulate_dense(worker, block.v, tokens, scale, state->o);
+}
+
+/* ---- One run, one unit ---- */
+
+static void attend_run(const struct worker *worker, size_t run, const struct state *state)
+{
+    const struct backend *backend = worker->backend;
+    const struct backend_item *item = worker->unit->item;
+    const size_t cached = cached_runs(backend, item);
+    const float *scale = NULL;
+    size_t first = run * RUN_PAGES;
+    size_t end;
+
+    for (size_t i = 0; i < worker->rows; i++) {
+        state->m[i] = -INFINITY;
+        state->l[i] = 0.0f;
+    }
+    if (run < cached) {
+        end = cpu_min(first + RUN_PAGES, pages_count(&backend->geometry->policy, item->tokens));
+        for (size_t page = first; page < end; page++, scale = worker->scale)
+            attend_page(worker, page, scale, state);
+    } else {
+        first = (run - cached) * RUN_PAGES;
+        end = cpu_min(first + RUN_PAGES, worker->unit->block + 1);
+        for (size_t block = first; block < end; block++, scale = worker->scale)
+            attend_block(worker, block, scale, state);
+    }
+}
+
+static void merge(const struct worker *worker, const struct state *into, const struct state *from)
+{
+    worker->backend->kernels->merge(worker->rows, worker->backend->geometry->head_dim, into->m,
+                                    into->l, into->o, from->m, from->l, from->o,
+                                    worker->state_stride);
+}
+
+/* Takes up a unit: its rows are its tokens, for each the query heads of the KV head. */
+static void take_unit(struct worker *worker, const struct attention_unit *unit, size_t kv_head)
+{
+    const struct attention_layout *layout = &worker->backend->step.layout;
+
+    worker->unit = unit;
+    worker->kv_head = kv_head;
+    worker->rows = unit->tokens * cpu_group(worker->backend->geometry);
+    worker->run = state_at(worker->scratch + layout->run, worker->rows);
+    worker->merged = state_at(worker->scratch + layout->merged, worker->rows);
+}
+
+static void load_queries(const struct worker *worker, const pkv_input *input)
+{
+    const struct geometry *geometry = worker->backend->geometry;
+    const struct attention_unit *unit = worker->unit;
+    const size_t group = cpu_group(geometry);
+    const size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
+    kernel_to_f32 *to_f32 = worker->backend->kernels->to_f32[input->dtype];
+
+    for (size_t i = 0; i < worker->rows; i++) {
+        size_t at = (first + i / group) * input->token_stride +
+                    (worker->kv_head * group + i % group) * input->head_stride;
+        float *q = worker->q + i * geometry->head_dim;
+
+        to_f32(geometry->head_dim, (const char *)input->data + at * cpu_type_bytes(input->dtype),
+               q);
+        for (size_t j = 0; j < geometry->head_dim; j++)
+            q[j] *= geometry->softmax_scale;
+        worker->valid[i] = (uint32_t)(i / group + 1);
+    }
+}
+
+static void store_outputs(const struct worker *worker, const pkv_step_io *io,
+                          const struct state *state)
+{
+    const struct geometry *geometry = worker->backend->geometry;
+    const struct attention_unit *unit = worker->unit;
+    const pkv_output *out = &io->out;
+    const size_t group = cpu_group(geometry);
+    const size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
+    kernel_from_f32 *from_f32 = worker->backend->kernels->from_f32[out->dtype];
+
+    for (size_t i = 0; i < worker->rows; i++) {
+        size_t row = first + i / group;
+        size_t head = worker->kv_head * group + i % group;
+        size_t at = row * out->token_stride + head * out->head_stride;
+        float *o = state->o + i * worker->state_stride;
+        float inverse = 1.0f / state->l[i];
+
+        for (size_t j = 0; j < geometry->head_dim; j++)
+            o[j] *= inverse;
+        from_f32(geometry->head_dim, o, (char *)out->data + at * cpu_type_bytes(out->dtype));
+        if (io->lse)
+            io->lse[row * geometry->query_heads + head] = state->m[i] + logf(state->l[i]);
+    }
+}
+
+/* ---- All units ---- */
+
+static void run_whole_units(const struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    const struct cpu_step *step = &backend->step;
+    const size_t heads = backend->geometry->kv_heads;
+
+#pragma omp parallel num_threads(step->threads) if (step->multiplies > PARALLEL_MULTIPLIES)
+    {
+        struct worker worker = worker_init(backend, layer);
+        fenv_t modes;
+
+        cpu_modes_set(&modes);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < step->n_units * heads; i++) {
+            take_unit(&worker, &step->units[i / heads], i % heads);
+            load_queries(&worker, &io->q);
+            attend_run(&worker, 0, &worker.merged);
+            for (size_t run = 1; run < worker.unit->runs; run++) {
+                attend_run(&worker, run, &worker.run);
+                merge(&worker, &worker.merged, &worker.run);
+            }
+            store_outputs(&worker, io, &worker.merged);
+        }
+        cpu_modes_restore(&modes);
+    }
+}
+
+/* The state of a run in a split step. */
+static struct state split_state(const struct worker *worker, size_t run)
+{
+    const struct cpu_step *step = &worker->backend->step;
+    size_t number = worker->kv_head * step->n_states + worker->unit->first_state + run;
+
+    return state_at(step->states + number * step->state_floats, worker->rows);
+}
+
+/* Units are few then: a search is cheap. */
+static const struct attention_unit *unit_of_state(const struct cpu_step *step, size_t number)
+{
+    const struct attention_unit *unit = step->units;
+
+    while (number - unit->first_state >= unit->runs)
+        unit++;
+    return unit;
+}
+
+static void run_split_units(const struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    const struct cpu_step *step = &backend->step;
+    const size_t heads = backend->geometry->kv_heads;
+
+#pragma omp parallel num_threads(step->threads) if (step->multiplies > PARALLEL_MULTIPLIES)
+    {
+        struct worker worker = worker_init(backend, layer);
+        fenv_t modes;
+
+        cpu_modes_set(&modes);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < step->n_states * heads; i++) {
+            const struct attention_unit *unit = unit_of_state(step, i % step->n_states);
+            size_t run = i % step->n_states - unit->first_state;
+            struct state state;
+
+            take_unit(&worker, unit, i / step->n_states);
+            load_queries(&worker, &io->q);
+            state = split_state(&worker, run);
+            attend_run(&worker, run, &state);
+        }
+#pragma omp for
+        for (size_t i = 0; i < step->n_units * heads; i++) {
+            struct state merged;
+
+            take_unit(&worker, &step->units[i / heads], i % heads);
+            merged = split_state(&worker, 0);
+            for (size_t run = 1; run < worker.unit->runs; run++) {
+                struct state state = split_state(&worker, run);
+
+                merge(&worker, &merged, &state);
+            }
+            store_outputs(&worker, io, &merged);
+        }
+        cpu_modes_restore(&modes);
+    }
+}
+
+void attention_run(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    if (backend->step.states)
+        run_split_units(backend, layer, io);
+    else
+        run_whole_units(backend, layer, io);
+}

@@ -1,0 +1,331 @@
+/* SPDX-License-Identifier: MIT */
+/* Pages to factors: the Gram matrix, LAPACK's eigenvectors, the projection. */
+#include "factorize.h"
+
+#include "store.h"
+
+#include <lapacke.h>
+#include <math.h>
+#include <string.h>
+#include <time.h>
+
+/* Gram matrices held at once: this many bytes, but one for each thread at least. */
+#define CHUNK_BYTES ((size_t)1 << 19)
+
+/* Eigenvalues up to this part of the largest are noise of an f32 page: their rows of R are 0. */
+#define NOISE 0x1p-24
+
+/* A tile of the f64 products; P, d and padded ranks are multiples of it. */
+#define TILE 4
+
+typedef double vector_f64 __attribute__((vector_size(2 * sizeof(double))));
+
+static size_t padded_rank(size_t rank)
+{
+    return (rank + TILE - 1) / TILE * TILE;
+}
+
+/* One eigenvalue problem: K or V of one KV head of one job. */
+struct problem {
+    const struct page_job *job;
+    size_t kv_head;
+    bool is_key;
+    size_t rank;
+};
+
+/* In the order in which faults are reported: item, page, head, K before V. */
+static struct problem problem_at(const struct backend *backend, size_t layer, size_t number)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct cpu_step *step = &backend->step;
+    struct problem problem;
+
+    problem.job = &step->jobs[step->n_dense + number / (2 * geometry->kv_heads)];
+    problem.kv_head = number / 2 % geometry->kv_heads;
+    problem.is_key = number % 2 == 0;
+    problem.rank = problem.is_key ? geometry->rank_k[layer] : geometry->rank_v[layer];
+    return problem;
+}
+
+/* ---- Steps ---- */
+
+static size_t work_length(size_t length)
+{
+    return 1 + 6 * length + 2 * length * length;
+}
+
+static size_t iwork_length(size_t length)
+{
+    return 3 + 5 * length;
+}
+
+pkv_status factorize_step_begin(struct backend *backend)
+{
+    const size_t length = backend->geometry->policy.page_tokens;
+    struct cpu_step *step = &backend->step;
+    struct memory *memory = backend->memory;
+    size_t total = step->n_factor * backend->geometry->kv_heads * 2;
+
+    if (total == 0)
+        return PKV_OK;
+    step->chunk = cpu_max(CHUNK_BYTES / (length * length * sizeof *step->gram), step->threads);
+    step->chunk = cpu_min(step->chunk, total);
+    step->gram = memory_allocate(memory, step->chunk, length * length * sizeof *step->gram);
+    step->eigen = memory_allocate(memory, step->chunk, length * sizeof *step->eigen);
+    step->work = memory_allocate(memory, work_length(length), sizeof *step->work);
+    step->iwork = memory_allocate(memory, iwork_length(length), sizeof(lapack_int));
+    step->overflow = memory_allocate(memory, step->chunk, 1);
+    if (!step->gram || !step->eigen || !step->work || !step->iwork || !step->overflow)
+        return fail(backend->message, PKV_ERROR_MEMORY,
+                    "cannot allocate %zu Gram matrices of %zu x %zu", step->chunk, length, length);
+    return PKV_OK;
+}
+
+void factorize_step_close(struct backend *backend)
+{
+    memory_release(backend->memory, backend->step.overflow);
+    memory_release(backend->memory, backend->step.iwork);
+    memory_release(backend->memory, backend->step.work);
+    memory_release(backend->memory, backend->step.eigen);
+    memory_release(backend->memory, backend->step.gram);
+}
+
+/* X^T [d, P], L [P, r], R^T [d, r]. */
+size_t factorize_scratch_bytes(const struct backend *backend)
+{
+    const size_t d = backend->geometry->head_dim;
+    const size_t length = backend->geometry->policy.page_tokens;
+    const size_t rank = cpu_min(length, d);
+
+    if (backend->step.n_factor == 0)
+        return 0;
+    return (d * length + (length + d) * rank) * sizeof(double);
+}
+
+/* ---- One problem ---- */
+
+/* c [TILE, TILE] = sum over p < k, ascending, of a[i * ai + p * ap] * b[p * ldb + j]. */
+static void multiply_tile(size_t k, const double *a, size_t ai, size_t ap, const double *b,
+                          size_t ldb, double *c, size_t ldc)
+{
+    vector_f64 sum[TILE][TILE / 2] = {{{0}}};
+
+    for (size_t p = 0; p < k; p++) {
+        vector_f64 value[TILE / 2];
+
+        memcpy(value, b + p * ldb, sizeof value);
+#pragma GCC unroll 4
+        for (size_t i = 0; i < TILE; i++) {
+            double x = a[i * ai + p * ap];
+
+            sum[i][0] += x * value[0];
+            sum[i][1] += x * value[1];
+        }
+    }
+    for (size_t i = 0; i < TILE; i++)
+        memcpy(c + i * ldc, sum[i], sizeof sum[i]);
+}
+
+/* The lower triangle of G = X X^T, in whole tiles. Products of f32 values are exact in f64. */
+static void gram_matrix(size_t length, size_t d, const double *transposed, double *gram)
+{
+    for (size_t i = 0; i < length; i += TILE)
+        for (size_t j = 0; j <= i; j += TILE)
+            multiply_tile(d, transposed + i, 1, length, transposed + j, length,
+                          gram + i * length + j, length);
+}
+
+/* The entry of largest magnitude, lowest index on ties, decides the sign. */
+static double column_sign(size_t length, const double *vector)
+{
+    size_t largest = 0;
+
+    for (size_t i = 1; i < length; i++)
+        if (fabs(vector[i]) > fabs(vector[largest]))
+            largest = i;
+    return vector[largest] < 0.0 ? -1.0 : 1.0;
+}
+
+/* L [P, ld] from the eigenvectors of the `rank` largest eigenvalues, which come last; the columns
+ * up to ld are 0. Returns how many carry more than noise: the leading ones. */
+static size_t leading_columns(size_t length, size_t rank, size_t ld, const double *vectors,
+                              const double *eigen, double *left)
+{
+    size_t carrying = 0;
+
+    for (size_t c = 0; c < ld; c++) {
+        const double *vector = vectors + (length - 1 - cpu_min(c, length - 1)) * length;
+        double sign = c < rank ? column_sign(length, vector) : 0.0;
+
+        for (size_t i = 0; i < length; i++)
+            left[i * ld + c] = c < rank ? sign * vector[i] : 0.0;
+        if (c < rank && eigen[length - 1 - c] > NOISE * eigen[length - 1])
+            carrying = c + 1;
+    }
+    return carrying;
+}
+
+/* R^T [d, ld] = X^T L, but 0 from column `carrying` on. */
+static void project(size_t length, size_t d, size_t carrying, size_t ld, const double *transposed,
+                    const double *left, double *right)
+{
+    for (size_t i = 0; i < d; i += TILE)
+        for (size_t c = 0; c < ld; c += TILE)
+            multiply_tile(length, transposed + i * length, length, 1, left + c, ld,
+                          right + i * ld + c, ld);
+    for (size_t i = 0; i < d; i++)
+        for (size_t c = carrying; c < ld; c++)
+            right[i * ld + c] = 0.0;
+}
+
+static double *thread_scratch(const struct backend *backend)
+{
+    const struct cpu_step *step = &backend->step;
+
+    return (double *)(void *)(step->scratch + cpu_thread() * step->scratch_bytes);
+}
+
+static void prepare(const struct backend *backend, size_t layer, size_t number, double *gram)
+{
+    const struct geometry *geometry = backend->geometry;
+    struct problem problem = problem_at(backend, layer, number);
+    double *transposed = thread_scratch(backend);
+
+    store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, transposed);
+    gram_matrix(geometry->policy.page_tokens, geometry->head_dim, transposed, gram);
+}
+
+/* False where the factors overflow the storage type. */
+static bool finish(const struct backend *backend, size_t layer, size_t number,
+                   const double *vectors, const double *eigen)
+{
+    const size_t d = backend->geometry->head_dim;
+    const size_t length = backend->geometry->policy.page_tokens;
+    struct problem problem = problem_at(backend, layer, number);
+    size_t ld = padded_rank(problem.rank);
+    double *transposed = thread_scratch(backend);
+    double *left = transposed + d * length;
+    double *right = left + length * ld;
+    size_t carrying = leading_columns(length, problem.rank, ld, vectors, eigen, left);
+
+    store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, transposed);
+    project(length, d, carrying, ld, transposed, left, right);
+    return store_put_factors(backend, layer, problem.kv_head, problem.job->change->to.slot,
+                             problem.is_key, left, right, ld);
+}
+
+/* ---- All problems ---- */
+
+static pkv_status fail_at(struct backend *backend, pkv_status status, size_t layer, size_t number,
+                          const char *what)
+{
+    struct problem problem = problem_at(backend, layer, number);
+
+    return fail(backend->message, status, "layer %zu, KV head %zu, page %zu: %s: %s", layer,
+                problem.kv_head, problem.job->change->page, problem.is_key ? "K" : "V", what);
+}
+
+static void prepare_chunk(const struct backend *backend, size_t layer, size_t first, size_t n)
+{
+    const struct cpu_step *step = &backend->step;
+    const size_t length = backend->geometry->policy.page_tokens;
+
+#pragma omp parallel num_threads(step->threads) if (n > 1)
+    {
+        fenv_t modes;
+
+        cpu_modes_set(&modes);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < n; i++)
+            prepare(backend, layer, first + i, step->gram + i * length * length);
+        cpu_modes_restore(&modes);
+    }
+}
+
+/* How many problems of the chunk are solved: all, or those before the first that fails. */
+static size_t solve_chunk(const struct backend *backend, size_t n)
+{
+    const struct cpu_step *step = &backend->step;
+    const size_t length = backend->geometry->policy.page_tokens;
+    const lapack_int order = (lapack_int)length;
+    size_t solved = 0;
+    fenv_t modes;
+
+    cpu_modes_set(&modes);
+    while (solved < n) {
+        /* A lower triangle in rows is LAPACK's upper one in columns. */
+        lapack_int info = LAPACKE_dsyevd_work(
+            LAPACK_COL_MAJOR, 'V', 'U', order, step->gram + solved * length * length, order,
+            step->eigen + solved * length, step->work, (lapack_int)work_length(length),
+            step->iwork, (lapack_int)iwork_length(length));
+
+        if (info != 0)
+            break;
+        solved++;
+    }
+    cpu_modes_restore(&modes);
+    return solved;
+}
+
+/* Marks the problems whose factors overflow. */
+static void finish_chunk(const struct backend *backend, size_t layer, size_t first, size_t n)
+{
+    const struct cpu_step *step = &backend->step;
+    const size_t length = backend->geometry->policy.page_tokens;
+
+#pragma omp parallel num_threads(step->threads) if (n > 1)
+    {
+        fenv_t modes;
+
+        cpu_modes_set(&modes);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < n; i++)
+            step->overflow[i] = !finish(backend, layer, first + i,
+                                        step->gram + i * length * length, step->eigen + i * length);
+        cpu_modes_restore(&modes);
+    }
+}
+
+static pkv_status factorize(struct backend *backend, size_t layer)
+{
+    const struct cpu_step *step = &backend->step;
+    const size_t total = step->n_factor * backend->geometry->kv_heads * 2;
+
+    for (size_t first = 0; first < total; first += step->chunk) {
+        size_t n = cpu_min(step->chunk, total - first);
+        size_t solved;
+
+        prepare_chunk(backend, layer, first, n);
+        solved = solve_chunk(backend, n);
+        finish_chunk(backend, layer, first, solved);
+        for (size_t i = 0; i < solved; i++)
+            if (step->overflow[i])
+                return fail_at(backend, PKV_ERROR_VALUE, layer, first + i,
+                               "its factors overflow the storage type");
+        if (solved < n)
+            return fail_at(backend, PKV_ERROR_SOLVER, layer, first + solved,
+                           "LAPACK's dsyevd did not converge");
+    }
+    return PKV_OK;
+}
+
+static double wall_seconds(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+pkv_status factorize_run(struct backend *backend, size_t layer)
+{
+    double begin;
+    pkv_status status;
+
+    if (backend->step.n_factor == 0)
+        return PKV_OK;
+    begin = wall_seconds();
+    status = factorize(backend, layer);
+    backend->step.factorize_seconds += wall_seconds() - begin;
+    return status;
+}

@@ -1,0 +1,605 @@
+/* SPDX-License-Identifier: MIT */
+/* Pools, the layout of pages, rounding, and everything that moves K and V. */
+#include "store.h"
+
+#include "numeric.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdio.h>
+
+/* Below this many elements a parallel region costs more than it saves. */
+#define PARALLEL_ELEMENTS 32768
+
+/* ---- Pools ---- */
+
+static size_t dense_page_bytes(const struct geometry *geometry)
+{
+    return 2 * geometry->policy.page_tokens * geometry->head_dim * geometry->element_bytes;
+}
+
+static size_t factor_page_bytes(const struct geometry *geometry, size_t layer)
+{
+    return (geometry->rank_k[layer] + geometry->rank_v[layer]) *
+           (geometry->policy.page_tokens + geometry->head_dim) * geometry->element_bytes;
+}
+
+/* *total += layer_heads * slots * page_bytes; false when that wraps. */
+static bool add_pages(size_t *total, size_t heads, size_t slots, size_t page_bytes)
+{
+    size_t bytes;
+
+    return !__builtin_mul_overflow(heads, slots, &bytes) &&
+           !__builtin_mul_overflow(bytes, page_bytes, &bytes) &&
+           !__builtin_add_overflow(*total, bytes, total);
+}
+
+static pkv_status reserve(struct backend *backend, const char *kind, size_t slots, size_t bytes,
+                          unsigned char **pool)
+{
+    size_t padded = bytes + KERNELS_PAD * sizeof(float);
+
+    *pool = memory_allocate(backend->memory, padded, 1);
+    if (!*pool)
+        return fail(backend->message, PKV_ERROR_MEMORY,
+                    "cannot allocate %zu bytes for %zu %s page slots", padded, slots, kind);
+    backend->reserved_bytes += padded;
+    return PKV_OK;
+}
+
+pkv_status store_open(struct backend *backend)
+{
+    const struct geometry *geometry = backend->geometry;
+    size_t dense = 0;
+    size_t factor = 0;
+    bool fits = true;
+    pkv_status status;
+
+    backend->factor_offset =
+        memory_allocate(backend->memory, geometry->layers, sizeof *backend->factor_offset);
+    if (!backend->factor_offset)
+        return fail(backend->message, PKV_ERROR_MEMORY, "cannot allocate the table of %zu layers",
+                    geometry->layers);
+    for (size_t layer = 0; layer < geometry->layers; layer++) {
+        backend->factor_offset[layer] = factor;
+        fits = fits && add_pages(&dense, geometry->kv_heads, backend->dense_slots,
+                                 dense_page_bytes(geometry));
+        if (backend->factor_slots > 0)
+            fits = fits && add_pages(&factor, geometry->kv_heads, backend->factor_slots,
+                                     factor_page_bytes(geometry, layer));
+    }
+    /* Half the address space is left for the padding and for what else wraps. */
+    if (!fits || dense > SIZE_MAX / 2 || factor > SIZE_MAX / 2)
+        return fail(backend->message, PKV_ERROR_MEMORY,
+                    "%zu dense and %zu factor page slots are more than memory can hold",
+                    backend->dense_slots, backend->factor_slots);
+    status = reserve(backend, "dense", backend->dense_slots, dense, &backend->dense);
+    if (status == PKV_OK && backend->factor_slots > 0)
+        status = reserve(backend, "factor", backend->factor_slots, factor, &backend->factor);
+    return status;
+}
+
+void store_close(struct backend *backend)
+{
+    memory_release(backend->memory, backend->factor);
+    memory_release(backend->memory, backend->dense);
+    memory_release(backend->memory, backend->factor_offset);
+}
+
+struct dense_page store_dense(const struct backend *backend, size_t layer, size_t kv_head,
+                               uint32_t slot)
+{
+    const struct geometry *geometry = backend->geometry;
+    size_t bytes = dense_page_bytes(geometry);
+    unsigned char *page =
+        backend->dense +
+        ((layer * geometry->kv_heads + kv_head) * backend->dense_slots + slot) * bytes;
+
+    return (struct dense_page){page, page + bytes / 2};
+}
+
+struct factor_page store_factors(const struct backend *backend, size_t layer, size_t kv_head,
+                                   uint32_t slot)
+{
+    const struct geometry *geometry = backend->geometry;
+    size_t tokens = geometry->policy.page_tokens;
+    size_t rank_k = geometry->rank_k[layer] * geometry->element_bytes;
+    size_t rank_v = geometry->rank_v[layer] * geometry->element_bytes;
+    struct factor_page page;
+
+    page.k_right = backend->factor + backend->factor_offset[layer] +
+                   (kv_head * backend->factor_slots + slot) * factor_page_bytes(geometry, layer);
+    page.k_left = page.k_right + geometry->head_dim * rank_k;
+    page.v_left = page.k_left + rank_k * tokens;
+    page.v_right = page.v_left + tokens * rank_v;
+    return page;
+}
+
+struct dense_page store_block(const struct backend *backend, const struct backend_item *item,
+                               size_t kv_head, size_t block)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct cpu_step *step = &backend->step;
+    size_t row = kv_head * step->plan.rows + item->first_row + block * BLOCK_TOKENS;
+    size_t offset = row * geometry->head_dim * geometry->element_bytes;
+
+    return (struct dense_page){step->new_k + offset, step->new_v + offset};
+}
+
+/* ---- Steps ---- */
+
+static size_t count_jobs(const struct backend_plan *plan, enum slot_kind kind)
+{
+    size_t n = 0;
+
+    for (size_t i = 0; i < plan->n_items; i++)
+        for (size_t j = 0; j < plan->items[i].n_changes; j++)
+            n += plan->items[i].changes[j].to.kind == kind;
+    return n;
+}
+
+static struct page_job *list_jobs(const struct backend_plan *plan, enum slot_kind kind,
+                                  struct page_job *job)
+{
+    for (size_t i = 0; i < plan->n_items; i++)
+        for (size_t j = 0; j < plan->items[i].n_changes; j++)
+            if (plan->items[i].changes[j].to.kind == kind)
+                *job++ = (struct page_job){&plan->items[i], &plan->items[i].changes[j]};
+    return job;
+}
+
+pkv_status store_step_begin(struct backend *backend)
+{
+    const struct geometry *geometry = backend->geometry;
+    struct cpu_step *step = &backend->step;
+    size_t elements;
+
+    step->n_dense = count_jobs(&step->plan, SLOT_DENSE);
+    step->n_factor = count_jobs(&step->plan, SLOT_FACTOR);
+    step->jobs =
+        memory_allocate(backend->memory, step->n_dense + step->n_factor, sizeof *step->jobs);
+    /* Two rows more make room for KERNELS_PAD elements: d is at least 8. */
+    if (!__builtin_mul_overflow(step->plan.rows, geometry->kv_heads, &elements) &&
+        !__builtin_add_overflow(elements, 2, &elements) &&
+        !__builtin_mul_overflow(elements, geometry->head_dim, &elements)) {
+        step->new_k = memory_allocate(backend->memory, elements, geometry->element_bytes);
+        step->new_v = memory_allocate(backend->memory, elements, geometry->element_bytes);
+    }
+    if (!step->jobs || !step->new_k || !step->new_v)
+        return fail(backend->message, PKV_ERROR_MEMORY,
+                    "cannot allocate one layer's K and V of %zu new tokens", step->plan.rows);
+    list_jobs(&step->plan, SLOT_FACTOR, list_jobs(&step->plan, SLOT_DENSE, step->jobs));
+    return PKV_OK;
+}
+
+void store_step_close(struct backend *backend)
+{
+    memory_release(backend->memory, backend->step.new_v);
+    memory_release(backend->memory, backend->step.new_k);
+    memory_release(backend->memory, backend->step.jobs);
+}
+
+/* ---- Rounding ---- */
+
+static const void *input_row(const pkv_input *input, size_t row, size_t head)
+{
+    return (const char *)input->data +
+           (row * input->token_stride + head * input->head_stride) * cpu_type_bytes(input->dtype);
+}
+
+/* Whether all n stored elements are finite. */
+static bool is_finite(pkv_dtype dtype, size_t n, const void *elements)
+{
+    bool bad = false;
+
+    if (dtype == PKV_F32) {
+        const float *x = elements;
+
+        for (size_t i = 0; i < n; i++)
+            bad |= (f32_bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+    } else {
+        const uint16_t *x = elements;
+        const uint16_t exponent = dtype == PKV_F16 ? 0x7c00 : 0x7f80;
+
+        for (size_t i = 0; i < n; i++)
+            bad |= (x[i] & exponent) == exponent;
+    }
+    return !bad;
+}
+
+/* One row of K or V in the storage type. */
+static void round_row(const struct backend *backend, const pkv_input *input, size_t row,
+                      size_t head, void *out)
+{
+    const struct geometry *geometry = backend->geometry;
+    const void *from = input_row(input, row, head);
+    float x[MAX_HEAD_DIM];
+
+    if (input->dtype == geometry->dtype) {
+        memcpy(out, from, geometry->head_dim * geometry->element_bytes);
+        return;
+    }
+    backend->kernels->to_f32[input->dtype](geometry->head_dim, from, x);
+    backend->kernels->from_f32[geometry->dtype](geometry->head_dim, x, out);
+}
+
+/* n elements of `size` bytes, spaced. */
+static void copy_spaced(size_t size, size_t n, const void *from, size_t from_stride, void *to,
+                        size_t to_stride)
+{
+    if (size == 4) {
+        const uint32_t *a = from;
+        uint32_t *b = to;
+
+        for (size_t i = 0; i < n; i++)
+            b[i * to_stride] = a[i * from_stride];
+    } else {
+        const uint16_t *a = from;
+        uint16_t *b = to;
+
+        for (size_t i = 0; i < n; i++)
+            b[i * to_stride] = a[i * from_stride];
+    }
+}
+
+/* Rounds one block of one KV head; false where an element is not finite then. */
+static bool round_block(const struct backend *backend, const struct attention_unit *unit,
+                        size_t head, const pkv_step_io *io)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t d = geometry->head_dim;
+    const size_t size = geometry->element_bytes;
+    struct dense_page block = store_block(backend, unit->item, head, unit->block);
+    size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
+    bool good = true;
+
+    for (size_t t = 0; t < unit->tokens; t++) {
+        uint32_t row[MAX_HEAD_DIM];
+
+        round_row(backend, &io->k, first + t, head, row);
+        good = is_finite(geometry->dtype, d, row) && good;
+        copy_spaced(size, d, row, 1, block.k + t * size, unit->tokens);
+        round_row(backend, &io->v, first + t, head, block.v + t * d * size);
+        good = is_finite(geometry->dtype, d, block.v + t * d * size) && good;
+    }
+    return good;
+}
+
+static const char *type_name(pkv_dtype dtype)
+{
+    static const char *const names[] = {"f32", "f16", "bf16"};
+
+    return names[dtype];
+}
+
+/* Where an element of a row overflows, or is not finite to begin with: the message, else PKV_OK. */
+static pkv_status check_row(struct backend *backend, size_t layer, size_t head, size_t item_index,
+                            size_t token, const pkv_input *input, size_t row, const char *name)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct backend_item *item = &backend->step.plan.items[item_index];
+    uint32_t rounded[MAX_HEAD_DIM];
+    char which[48] = "";
+    char fault[32] = "is not finite";
+
+    round_row(backend, input, row, head, rounded);
+    if (is_finite(geometry->dtype, geometry->head_dim, rounded))
+        return PKV_OK;
+    if (is_finite(input->dtype, geometry->head_dim, input_row(input, row, head)))
+        snprintf(fault, sizeof fault, "overflows %s", type_name(geometry->dtype));
+    if (backend->step.plan.n_items > 1)
+        snprintf(which, sizeof which, "item %zu, ", item_index);
+    return fail(backend->message, PKV_ERROR_VALUE,
+                "%slayer %zu, KV head %zu, page %zu (token %zu): %s %s", which, layer, head,
+                (item->tokens + token) / geometry->policy.page_tokens, item->tokens + token, name,
+                fault);
+}
+
+/* The message of the first fault in item, page, head, K before V, token order. */
+static pkv_status find_fault(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct backend_plan *plan = &backend->step.plan;
+    const size_t length = geometry->policy.page_tokens;
+
+    for (size_t i = 0; i < plan->n_items; i++) {
+        const struct backend_item *item = &plan->items[i];
+        size_t end;
+
+        for (size_t begin = 0; begin < item->new_tokens; begin = end) {
+            end = cpu_min(item->new_tokens, begin + length - (item->tokens + begin) % length);
+            for (size_t j = 0; j < 2 * geometry->kv_heads; j++) {
+                for (size_t t = begin; t < end; t++) {
+                    pkv_status status =
+                        check_row(backend, layer, j / 2, i, t, j % 2 ? &io->v : &io->k,
+                                  item->first_row + t, j % 2 ? "V" : "K");
+
+                    if (status != PKV_OK)
+                        return status;
+                }
+            }
+        }
+    }
+    return PKV_OK;
+}
+
+pkv_status store_round(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct cpu_step *step = &backend->step;
+    const size_t n = step->n_units * geometry->kv_heads;
+    pkv_status status = PKV_OK;
+    int bad = 0;
+
+#pragma omp parallel num_threads(step->threads) reduction(| : bad)                                     \
+    if (n * geometry->head_dim > PARALLEL_ELEMENTS / BLOCK_TOKENS)
+    {
+        fenv_t modes;
+
+        cpu_modes_set(&modes);
+#pragma omp for
+        for (size_t i = 0; i < n; i++)
+            bad |= !round_block(backend, &step->units[i / geometry->kv_heads],
+                                i % geometry->kv_heads, io);
+        cpu_modes_restore(&modes);
+    }
+    if (bad) {
+        fenv_t modes;
+
+        cpu_modes_set(&modes);
+        status = find_fault(backend, layer, io);
+        cpu_modes_restore(&modes);
+    }
+    return status;
+}
+
+/* ---- Dense pages ---- */
+
+/* Tokens first .. first + n - 1 of a matrix [d, from_ld] to column `at` of one [d, to_ld]. */
+static void copy_columns(const struct geometry *geometry, const unsigned char *from, size_t from_ld,
+                         size_t first, size_t n, unsigned char *to, size_t to_ld, size_t at)
+{
+    const size_t size = geometry->element_bytes;
+
+    for (size_t i = 0; i < geometry->head_dim; i++)
+        memcpy(to + (i * to_ld + at) * size, from + (i * from_ld + first) * size, n * size);
+}
+
+/* Where the next stretch of a job's new tokens lies: they may begin and end within blocks. */
+struct stretch {
+    struct dense_page block;
+    size_t block_tokens;
+    size_t first; /* in the block */
+    size_t tokens;
+};
+
+static struct stretch stretch_at(const struct backend *backend, const struct page_job *job,
+                                 size_t head, size_t done)
+{
+    size_t token = job->change->first_new + done;
+    size_t block = token / BLOCK_TOKENS;
+    struct stretch stretch;
+
+    stretch.block = store_block(backend, job->item, head, block);
+    stretch.block_tokens = cpu_block_tokens(job->item, block);
+    stretch.first = token % BLOCK_TOKENS;
+    stretch.tokens =
+        cpu_min(job->change->new_tokens - done, stretch.block_tokens - stretch.first);
+    return stretch;
+}
+
+static void append(const struct backend *backend, size_t layer, size_t head,
+                   const struct page_job *job)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct page_change *change = job->change;
+    const size_t length = geometry->policy.page_tokens;
+    const size_t row_bytes = geometry->head_dim * geometry->element_bytes;
+    struct dense_page to = store_dense(backend, layer, head, change->to.slot);
+    size_t at = change->cached_tokens;
+    struct stretch s;
+
+    if (at > 0 && change->from.slot != change->to.slot) {
+        struct dense_page from = store_dense(backend, layer, head, change->from.slot);
+
+        copy_columns(geometry, from.k, length, 0, at, to.k, length, 0);
+        memcpy(to.v, from.v, at * row_bytes);
+    }
+    for (size_t done = 0; done < change->new_tokens; done += s.tokens, at += s.tokens) {
+        s = stretch_at(backend, job, head, done);
+        copy_columns(geometry, s.block.k, s.block_tokens, s.first, s.tokens, to.k, length, at);
+        memcpy(to.v + at * row_bytes, s.block.v + s.first * row_bytes, s.tokens * row_bytes);
+    }
+}
+
+void store_append(struct backend *backend, size_t layer)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct cpu_step *step = &backend->step;
+    const size_t n = step->n_dense * geometry->kv_heads;
+
+#pragma omp parallel for schedule(dynamic) num_threads(step->threads)                              \
+    if (n * dense_page_bytes(geometry) > 4 * PARALLEL_ELEMENTS)
+    for (size_t i = 0; i < n; i++)
+        append(backend, layer, i % geometry->kv_heads, &step->jobs[i / geometry->kv_heads]);
+}
+
+/* ---- Factors ---- */
+
+void store_gather(const struct backend *backend, size_t layer, size_t kv_head,
+                  const struct page_job *job, bool is_key, double *transposed)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct page_change *change = job->change;
+    kernel_to_f32 *to_f32 = backend->kernels->to_f32[geometry->dtype];
+    const size_t size = geometry->element_bytes;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    float x[MAX_HEAD_DIM];
+    struct stretch s = {.tokens = change->cached_tokens, .block_tokens = length};
+    size_t at = 0;
+
+    if (s.tokens > 0)
+        s.block = store_dense(backend, layer, kv_head, change->from.slot);
+    for (;;) {
+        if (is_key) {
+            for (size_t i = 0; s.tokens > 0 && i < d; i++) {
+                to_f32(s.tokens, s.block.k + (i * s.block_tokens + s.first) * size, x);
+                for (size_t t = 0; t < s.tokens; t++)
+                    transposed[i * length + at + t] = x[t];
+            }
+        } else {
+            for (size_t t = 0; t < s.tokens; t++) {
+                to_f32(d, s.block.v + (s.first + t) * d * size, x);
+                for (size_t i = 0; i < d; i++)
+                    transposed[i * length + at + t] = x[i];
+            }
+        }
+        at += s.tokens;
+        if (at == length)
+            return;
+        s = stretch_at(backend, job, kv_head, at - change->cached_tokens);
+    }
+}
+
+/* Rounds `count` rows of n values, from[i * row_stride + j * stride], to a matrix [count, n]. */
+static bool put_matrix(const struct backend *backend, size_t count, size_t n, const double *from,
+                       size_t row_stride, size_t stride, unsigned char *to)
+{
+    const struct geometry *geometry = backend->geometry;
+    float x[MAX_HEAD_DIM];
+    bool good = true;
+
+    for (size_t i = 0; i < count; i++, to += n * geometry->element_bytes) {
+        for (size_t j = 0; j < n; j++)
+            x[j] = (float)from[i * row_stride + j * stride];
+        backend->kernels->from_f32[geometry->dtype](n, x, to);
+        good = is_finite(geometry->dtype, n, to) && good;
+    }
+    return good;
+}
+
+bool store_put_factors(const struct backend *backend, size_t layer, size_t kv_head, uint32_t slot,
+                       bool is_key, const double *left, const double *right, size_t ld)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    const struct factor_page page = store_factors(backend, layer, kv_head, slot);
+    size_t rank;
+
+    if (is_key) {
+        rank = geometry->rank_k[layer];
+        return put_matrix(backend, rank, length, left, 1, ld, page.k_left) &&
+               put_matrix(backend, d, rank, right, ld, 1, page.k_right);
+    }
+    rank = geometry->rank_v[layer];
+    return put_matrix(backend, length, rank, left, ld, 1, page.v_left) &&
+           put_matrix(backend, rank, d, right, 1, ld, page.v_right);
+}
+
+/* ---- Reading back ---- */
+
+/* The largest finite value that the storage type holds. */
+static float largest(pkv_dtype dtype)
+{
+    return dtype == PKV_F16 ? 65504.0f : dtype == PKV_BF16 ? 0x1.fep+127f : FLT_MAX;
+}
+
+/*
+ * c = a b in f32, [rows, k] [k, n], sums ascending; rounded. Where the approximation exceeds what
+ * the storage type holds it stays at the largest value, as the page itself was in range.
+ */
+static void rebuild_matrix(const struct backend *backend, size_t rows, size_t k, size_t n,
+                           const unsigned char *a, const unsigned char *b, unsigned char *c)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t size = geometry->element_bytes;
+    const float limit = largest(geometry->dtype);
+    float x[MAX_PAGE_TOKENS];
+    float y[MAX_HEAD_DIM];
+    float sum[MAX_HEAD_DIM];
+
+    for (size_t i = 0; i < rows; i++) {
+        backend->kernels->to_f32[geometry->dtype](k, a + i * k * size, x);
+        for (size_t j = 0; j < n; j++)
+            sum[j] = 0.0f;
+        for (size_t p = 0; p < k; p++) {
+            backend->kernels->to_f32[geometry->dtype](n, b + p * n * size, y);
+            for (size_t j = 0; j < n; j++)
+                sum[j] += x[p] * y[j];
+        }
+        for (size_t j = 0; j < n; j++)
+            sum[j] = fminf(fmaxf(sum[j], -limit), limit);
+        backend->kernels->from_f32[geometry->dtype](n, sum, c + i * n * size);
+    }
+}
+
+void store_rebuild(const struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    fenv_t modes;
+
+    cpu_modes_set(&modes);
+    for (size_t layer = 0; layer < geometry->layers; layer++) {
+        for (size_t head = 0; head < geometry->kv_heads; head++) {
+            struct factor_page from = store_factors(backend, layer, head, factor_slot);
+            struct dense_page to = store_dense(backend, layer, head, dense_slot);
+
+            rebuild_matrix(backend, d, geometry->rank_k[layer], length, from.k_right, from.k_left,
+                           to.k);
+            rebuild_matrix(backend, length, geometry->rank_v[layer], d, from.v_left, from.v_right,
+                           to.v);
+        }
+    }
+    cpu_modes_restore(&modes);
+}
+
+/* The first `columns` columns of a matrix [rows, ld] as the rows of `out`. */
+static void read_transposed(const struct geometry *geometry, const unsigned char *from, size_t rows,
+                            size_t ld, size_t columns, unsigned char *out)
+{
+    const size_t size = geometry->element_bytes;
+
+    for (size_t j = 0; j < columns; j++)
+        copy_spaced(size, rows, from + j * size, ld, out + j * rows * size, 1);
+}
+
+void store_read(const struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                size_t tokens, enum page_part part, void *out)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t size = geometry->element_bytes;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    const size_t rank_k = geometry->rank_k[layer];
+    const size_t rank_v = geometry->rank_v[layer];
+    struct dense_page dense;
+    struct factor_page factors;
+
+    if (page.kind == SLOT_DENSE) {
+        dense = store_dense(backend, layer, kv_head, page.slot);
+        if (part == PART_K)
+            read_transposed(geometry, dense.k, d, length, tokens, out);
+        else
+            memcpy(out, dense.v, tokens * d * size);
+        return;
+    }
+    factors = store_factors(backend, layer, kv_head, page.slot);
+    switch (part) {
+    case PART_K_LEFT:
+        read_transposed(geometry, factors.k_left, rank_k, length, length, out);
+        break;
+    case PART_K_RIGHT:
+        read_transposed(geometry, factors.k_right, d, rank_k, rank_k, out);
+        break;
+    case PART_V_LEFT:
+        memcpy(out, factors.v_left, length * rank_v * size);
+        break;
+    default:
+        memcpy(out, factors.v_right, rank_v * d * size);
+        break;
+    }
+}
