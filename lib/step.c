@@ -22,20 +22,13 @@ static pkv_status check_item(struct pkv_cache *cache, size_t i, const pkv_step_i
 }
 
 /* Whether the declared capacity has room. Slots are counted later. */
-static pkv_status check_tokens(struct pkv_cache *cache, const pkv_step_item *items, size_t n_items,
-                               size_t rows)
+static pkv_status check_tokens(struct pkv_cache *cache, size_t rows)
 {
     if (rows > cache->max_step_tokens)
         return fail(&cache->message, PKV_ERROR_ARGUMENT,
                     "items: %zu new tokens are more than max_step_tokens (%zu)", rows,
                     cache->max_step_tokens);
-    for (size_t i = 0; i < n_items; i++) {
-        if (size_add(items[i].seq->tokens, items[i].tokens) > cache->max_tokens)
-            return fail(&cache->message, PKV_ERROR_CAPACITY,
-                        "items[%zu].tokens: %zu cached and %zu new are more than max_tokens (%zu)",
-                        i, items[i].seq->tokens, items[i].tokens, cache->max_tokens);
-    }
-    /* Tokens that forks share take room once; looking for them costs a walk over all pages. */
+    /* Tokens that forks share take room once; finding them costs a walk over all pages. */
     if (size_add(cache_tokens(cache), rows) > cache->max_tokens) {
         size_t stored = cache_stored_tokens(cache);
 
@@ -64,7 +57,7 @@ static pkv_status check_items(struct pkv_cache *cache, const pkv_step_item *item
         }
     }
     if (status == PKV_OK)
-        status = check_tokens(cache, items, n_items, *rows);
+        status = check_tokens(cache, *rows);
     if (status != PKV_OK) {
         while (marked-- > 0)
             items[marked].seq->in_step = false;
@@ -198,21 +191,21 @@ pkv_status pkv_step_begin(pkv_cache *cache, const pkv_step_item *items, size_t n
     status = build_plan(step, items, n_items, rows);
     if (status != PKV_OK) {
         fail(&cache->message, status, "items: out of memory for the plan of the step");
-        goto fail;
+        goto undo;
     }
     status = acquire_slots(step);
     if (status != PKV_OK)
-        goto fail;
+        goto undo;
     status = cache->ops->step_begin(cache->backend, &step->plan);
     if (status != PKV_OK) {
         release_slots(step, false);
-        goto fail;
+        goto undo;
     }
     step->open = true;
     *result = step;
     return PKV_OK;
 
-fail:
+undo:
     for (size_t i = 0; i < n_items; i++)
         items[i].seq->in_step = false;
     clear_step(step);
