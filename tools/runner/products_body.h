@@ -4,6 +4,10 @@
  * at least; the compiler splits what is wider than a register. */
 #include "products_kernels.h"
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 #ifdef __AVX512F__
 #define LANES 16
 #else
@@ -16,9 +20,7 @@ typedef VECTOR(float) vector_f32;
 typedef VECTOR(int32_t) vector_i32;
 typedef VECTOR(uint32_t) vector_u32;
 typedef VECTOR(uint16_t) vector_u16;
-typedef VECTOR(int16_t) vector_i16;
 typedef VECTOR(uint8_t) vector_u8;
-typedef VECTOR(int8_t) vector_i8;
 
 static inline vector_f32 load_f32(const float *p)
 {
@@ -49,21 +51,28 @@ static inline vector_f32 load_f16(const uint16_t *p)
     return (vector_f32)((vector_u32)magnitude | (wide & 0x8000) << 16);
 }
 
-/* Step by step through 16 bits: compilers turn a single wider step into scalar code. */
+/* Bytes to f32. Where there is an instruction for it compilers miss it; without one they need the
+ * step through 16 bits, or they turn to scalar code. */
 static inline vector_f32 from_u8(vector_u8 v)
 {
+#if defined __AVX512F__
+    return (vector_f32)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)v));
+#elif defined __AVX2__
+    __m128i bytes = {0};
+
+    memcpy(&bytes, &v, sizeof v);
+    return (vector_f32)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+#else
     vector_u16 half = __builtin_convertvector(v, vector_u16);
 
     return __builtin_convertvector(__builtin_convertvector(half, vector_i32), vector_f32);
+#endif
 }
 
-static inline vector_f32 load_i8(const unsigned char *p)
+/* x ^ 0x80 is x + 128 without a sign. */
+static inline vector_f32 from_i8(vector_u8 v)
 {
-    vector_i8 v;
-
-    memcpy(&v, p, sizeof v);
-    vector_i16 half = __builtin_convertvector(v, vector_i16);
-    return __builtin_convertvector(__builtin_convertvector(half, vector_i32), vector_f32);
+    return from_u8(v ^ 0x80) - 128;
 }
 
 static inline vector_u8 load_u8(const unsigned char *p)
@@ -79,19 +88,25 @@ static inline float f16_scale(const unsigned char *p)
     uint16_t h;
 
     memcpy(&h, p, sizeof h);
+#ifdef __F16C__
+    return _cvtsh_ss(h);
+#else
     return quant_f16_f32(h);
+#endif
 }
 
+/* A fixed tree: halves are added until four lanes are left. */
 static inline float sum_lanes(vector_f32 v)
 {
-    float s[LANES];
+    typedef float quarter __attribute__((vector_size(16)));
+    quarter part[LANES / 4];
 
-    memcpy(s, &v, sizeof s);
-    for (int width = LANES / 2; width > 0; width /= 2) {
-        for (int i = 0; i < width; i++)
-            s[i] += s[i + width];
+    memcpy(part, &v, sizeof v);
+    for (size_t width = LANES / 8; width > 0; width /= 2) {
+        for (size_t i = 0; i < width; i++)
+            part[i] += part[i + width];
     }
-    return s[0];
+    return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
 }
 
 #define FLOAT_DOT(NAME, LOAD, TYPE, SCALAR)                                                        \
@@ -161,7 +176,7 @@ static float dot_q8_0(const void *row, const struct activations *a, size_t colum
         vector_f32 block = {0};
 
         for (size_t i = 0; i < 32; i += LANES)
-            block += load_i8(w + 2 + i) * load_f32(a->x + 32 * b + i);
+            block += from_i8(load_u8(w + 2 + i)) * load_f32(a->x + 32 * b + i);
         sum += block * f16_scale(w);
     }
     return sum_lanes(sum);
