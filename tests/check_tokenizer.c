@@ -1,0 +1,1157 @@
+/* SPDX-License-Identifier: MIT */
+/* The tokenizer and what comes before it, on small vocabularies, against Hugging Face tokenizers.
+ */
+#include <check.h>
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "gguf_writer.h"
+#include "runner/pretokenizer.h"
+#include "runner/tokenizer.h"
+
+#define FOLDER_SIZE 4096
+
+static const char *const kinds[] = {"smollm", "llama3", "qwen2"};
+static const char *const gguf_names[] = {"smollm", "llama-bpe", "qwen2"};
+
+enum { N_KINDS = sizeof kinds / sizeof kinds[0] };
+
+/* ---- Files ---- */
+
+static const char *data_path(const char *name)
+{
+    static char path[FOLDER_SIZE];
+    const char *data = getenv("PUZZLEKV_TEST_DATA");
+
+    ck_assert_msg(data != NULL, "PUZZLEKV_TEST_DATA is not set");
+    snprintf(path, sizeof path, "%s/tokenizer/%s", data, name);
+    return path;
+}
+
+static json_t *load_data(const char *name)
+{
+    json_error_t error;
+    json_t *root = json_load_file(data_path(name), JSON_ALLOW_NUL, &error);
+
+    ck_assert_msg(root != NULL, "%s: %s", name, error.text);
+    return root;
+}
+
+static json_t *load_kind(const char *kind, const char *name)
+{
+    char path[256];
+
+    snprintf(path, sizeof path, "%s/%s", kind, name);
+    return load_data(path);
+}
+
+static char folder[FOLDER_SIZE];
+
+static void make_folder(void)
+{
+    const char *parent = getenv("TMPDIR");
+
+    snprintf(folder, sizeof folder, "%s/check_tokenizer.XXXXXX", parent == NULL ? "/tmp" : parent);
+    ck_assert_ptr_nonnull(mkdtemp(folder));
+}
+
+static const char *in_folder(const char *name)
+{
+    static char path[FOLDER_SIZE + 64];
+
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return path;
+}
+
+static void remove_folder(void)
+{
+    static const char *const names[] = {"tokenizer.json", "tokenizer_config.json",
+                                        "generation_config.json", "chat_template.jinja",
+                                        "model.gguf"};
+
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        unlink(in_folder(names[i]));
+    rmdir(folder);
+}
+
+static void write_text(const char *name, const char *text)
+{
+    write_file(in_folder(name), text, strlen(text));
+}
+
+static void write_json(const char *name, const json_t *value)
+{
+    ck_assert_int_eq(json_dump_file(value, in_folder(name), 0), 0);
+}
+
+static struct tokenizer *open_tokenizer(const char *path)
+{
+    struct tokenizer *tokenizer;
+    struct error error;
+
+    ck_assert_msg(tokenizer_open(path, &tokenizer, &error), "%s", error.text);
+    return tokenizer;
+}
+
+static struct tokenizer *open_kind(const char *kind)
+{
+    return open_tokenizer(data_path(kind));
+}
+
+/* Asserts that opening fails and that the error has the file's name and `what` in it. */
+static void check_refused(const char *path, const char *name, const char *what)
+{
+    struct tokenizer *tokenizer = NULL;
+    struct error error = {""};
+
+    ck_assert_msg(!tokenizer_open(path, &tokenizer, &error), "accepted; expected '%s'", what);
+    ck_assert_ptr_null(tokenizer);
+    ck_assert_msg(strstr(error.text, what) != NULL && strstr(error.text, name) != NULL,
+                  "expected '%s' of %s in: %s", what, name, error.text);
+}
+
+/* ---- Text before the merges ---- */
+
+START_TEST(sequences)
+{
+    static const struct {
+        const char *text;
+        size_t length;
+        int expected;
+    } cases[] = {
+        {"a", 1, 1},
+        {"\0", 1, 1},
+        {"\x7f", 1, 1},
+        {"\xc2\x80", 2, 2},
+        {"\xdf\xbf", 2, 2},
+        {"\xe0\xa0\x80", 3, 3},
+        {"\xed\x9f\xbf", 3, 3},
+        {"\xee\x80\x80", 3, 3},
+        {"\xef\xbf\xbf", 3, 3},
+        {"\xf0\x90\x80\x80", 4, 4},
+        {"\xf4\x8f\xbf\xbf", 4, 4},
+        {"\x80", 1, -1},
+        {"\xbf", 1, -1},
+        {"\xc0\x80", 2, -1},
+        {"\xc1\xbf", 2, -1},
+        {"\xf5\x80\x80\x80", 4, -1},
+        {"\xff", 1, -1},
+        {"\xc2"
+         "a",
+         2, -1},
+        {"\xe0\x9f\xbf", 3, -1}, /* overlong */
+        {"\xe0\xa0"
+         "a",
+         3, -2},
+        {"\xed\xa0\x80", 3, -1}, /* a surrogate */
+        {"\xf0\x8f\xbf\xbf", 4, -1},
+        {"\xf0\x90\x80"
+         "a",
+         4, -3},
+        {"\xf4\x90\x80\x80", 4, -1}, /* above U+10FFFF */
+        {"\xc2", 1, 0},
+        {"\xe0\xa0", 2, 0},
+        {"\xf0\x9f\x91", 3, 0},
+        {"\xf0", 1, 0},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        ck_assert_msg(utf8_sequence(cases[i].text, cases[i].length) == cases[i].expected,
+                      "case %zu: %d, expected %d", i, utf8_sequence(cases[i].text, cases[i].length),
+                      cases[i].expected);
+}
+END_TEST
+
+START_TEST(valid_prefixes)
+{
+    ck_assert_uint_eq(utf8_valid_prefix("", 0), 0);
+    ck_assert_uint_eq(utf8_valid_prefix("h\xc3\xa9\xe2\x82\xac\xf0\x9f\x91\x8d", 10), 10);
+    ck_assert_uint_eq(utf8_valid_prefix("h\xc3\xa9\xe2\x82", 5), 3);
+    ck_assert_uint_eq(utf8_valid_prefix("ab\xff"
+                                        "cd",
+                                        5),
+                      2);
+    ck_assert_uint_eq(utf8_valid_prefix("\xed\xa0\x80", 3), 0);
+}
+END_TEST
+
+/* Normalizes `text` and compares with `expected`. */
+static void check_nfc(const char *text, size_t length, const char *expected, size_t expected_length)
+{
+    char *result;
+    size_t result_length;
+    struct error error;
+
+    ck_assert_msg(text_to_nfc(text, length, &result, &result_length, &error), "%s", error.text);
+    if (result == NULL) {
+        ck_assert_uint_eq(length, expected_length);
+        ck_assert_mem_eq(text, expected, length);
+    } else {
+        ck_assert_uint_eq(result_length, expected_length);
+        ck_assert_mem_eq(result, expected, expected_length);
+    }
+    free(result);
+}
+
+START_TEST(nfc)
+{
+    json_t *root = load_data("nfc.json"), *pair;
+    size_t i;
+
+    json_array_foreach(root, i, pair)
+    {
+        const json_t *text = json_array_get(pair, 0), *expected = json_array_get(pair, 1);
+
+        check_nfc(json_string_value(text), json_string_length(text), json_string_value(expected),
+                  json_string_length(expected));
+    }
+    ck_assert_uint_gt(i, 30);
+    json_decref(root);
+}
+END_TEST
+
+/* Invalid bytes stay, and what is around them is normalized. */
+START_TEST(nfc_of_invalid)
+{
+    static const char text[] = "e\xcc\x81\xff"
+                               "e\xcc\x81\xe2\x82"
+                               "e\xcc\x81\xf0\x9f";
+    static const char expected[] = "\xc3\xa9\xff\xc3\xa9\xe2\x82\xc3\xa9\xf0\x9f";
+
+    check_nfc(text, sizeof text - 1, expected, sizeof expected - 1);
+}
+END_TEST
+
+/* Marks of two classes in turn: in order, all of the lower class come first. A quadratic sort would
+ * not end in the time that a test has. */
+START_TEST(nfc_of_long_run)
+{
+    enum { PAIRS = 500000 };
+    const size_t length = 1 + 4 * PAIRS;
+    char *text = malloc(length), *expected = malloc(length);
+
+    text[0] = expected[0] = 'x';
+    for (size_t i = 0; i < PAIRS; i++) {
+        memcpy(text + 1 + 4 * i, "\xcc\x81\xcc\x96", 4); /* class 230, class 220 */
+        memcpy(expected + 1 + 2 * i, "\xcc\x96", 2);
+        memcpy(expected + 1 + 2 * (PAIRS + i), "\xcc\x81", 2);
+    }
+    check_nfc(text, length, expected, length);
+    free(text);
+    free(expected);
+}
+END_TEST
+
+struct expected_pieces {
+    const char *text, *next;
+    const json_t *pieces;
+    size_t count;
+};
+
+static bool check_piece(void *context, const char *piece, size_t length, struct error *error)
+{
+    struct expected_pieces *expected = context;
+    const json_t *value = json_array_get(expected->pieces, expected->count);
+
+    (void)error;
+    ck_assert_msg(piece == expected->next, "piece %zu of '%s' begins elsewhere", expected->count,
+                  expected->text);
+    ck_assert_msg(value != NULL && json_string_length(value) == length &&
+                      memcmp(json_string_value(value), piece, length) == 0,
+                  "piece %zu of '%s' is '%.*s'", expected->count, expected->text, (int)length,
+                  piece);
+    expected->next += length;
+    expected->count++;
+    return true;
+}
+
+START_TEST(splits)
+{
+    json_t *root = load_data("splits.json"), *text;
+    const json_t *all = json_object_get(json_object_get(root, "splits"), kinds[_i]);
+    struct pretokenizer *pretokenizer;
+    enum pretokenizer_kind kind;
+    struct error error;
+    size_t i;
+
+    ck_assert(pretokenizer_by_name(gguf_names[_i], strlen(gguf_names[_i]), &kind));
+    ck_assert_msg(pretokenizer_open(kind, &pretokenizer, &error), "%s", error.text);
+    json_array_foreach(json_object_get(root, "texts"), i, text)
+    {
+        struct expected_pieces expected = {json_string_value(text), json_string_value(text),
+                                           json_array_get(all, i), 0};
+
+        ck_assert_msg(pretokenizer_split(pretokenizer, expected.text, json_string_length(text),
+                                         check_piece, &expected, &error),
+                      "%s", error.text);
+        ck_assert_uint_eq(expected.count, json_array_size(expected.pieces));
+    }
+    ck_assert_uint_gt(i, 30);
+    pretokenizer_close(pretokenizer);
+    json_decref(root);
+}
+END_TEST
+
+START_TEST(split_of_invalid)
+{
+    static const char text[] = "ab  \xff\xfe cd\xe2\x82 1\xf0\x9f";
+    json_t *pieces = json_array();
+    struct expected_pieces expected = {text, text, pieces, 0};
+    struct pretokenizer *pretokenizer;
+    struct error error;
+    static const struct {
+        const char *bytes;
+        size_t length;
+    } parts[] = {{"ab", 2},       {"  ", 2}, {"\xff", 1}, {"\xfe", 1},    {" cd", 3},
+                 {"\xe2\x82", 2}, {" ", 1},  {"1", 1},    {"\xf0\x9f", 2}};
+
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
+        json_array_append_new(pieces, json_stringn_nocheck(parts[i].bytes, parts[i].length));
+    ck_assert(pretokenizer_open(PRETOKENIZER_SMOLLM, &pretokenizer, &error));
+    ck_assert(
+        pretokenizer_split(pretokenizer, text, sizeof text - 1, check_piece, &expected, &error));
+    ck_assert_uint_eq(expected.count, sizeof parts / sizeof parts[0]);
+    pretokenizer_close(pretokenizer);
+    json_decref(pieces);
+}
+END_TEST
+
+static bool count_piece(void *context, const char *piece, size_t length, struct error *error)
+{
+    (void)piece;
+    (void)error;
+    (*(size_t(*)[2])context)[0]++;
+    (*(size_t(*)[2])context)[1] += length;
+    return true;
+}
+
+/* Two million bytes that give the expressions the most to backtrack over. */
+START_TEST(split_of_long_runs)
+{
+    static const char *const runs[] = {"a", " ", "\n ", "\t", "1", "'", ".", "\xcc\x81"};
+    struct pretokenizer *pretokenizer;
+    struct error error;
+
+    ck_assert(pretokenizer_open((enum pretokenizer_kind)_i, &pretokenizer, &error));
+    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+        const size_t part = strlen(runs[i]), length = 2000000;
+        char *text = malloc(length + 1);
+        size_t found[2] = {0, 0};
+
+        for (size_t j = 0; j < length; j++)
+            text[j] = runs[i][j % part];
+        text[length] = 'x';
+        ck_assert_msg(
+            pretokenizer_split(pretokenizer, text, length + 1, count_piece, found, &error), "%s",
+            error.text);
+        ck_assert_uint_eq(found[1], length + 1);
+        ck_assert_uint_ge(found[0], 1);
+        free(text);
+    }
+    pretokenizer_close(pretokenizer);
+}
+END_TEST
+
+/* ---- Encoding and decoding ---- */
+
+static void check_ids(const struct token_list *list, const json_t *expected, const char *what)
+{
+    for (size_t i = 0; i < list->count && i < json_array_size(expected); i++)
+        ck_assert_msg(list->ids[i] == json_integer_value(json_array_get(expected, i)),
+                      "id %zu of '%s': %d, expected %lld", i, what, list->ids[i],
+                      (long long)json_integer_value(json_array_get(expected, i)));
+    ck_assert_msg(list->count == json_array_size(expected), "'%s': %zu ids, expected %zu", what,
+                  list->count, json_array_size(expected));
+}
+
+/* Decodes one id at a time; every piece must be valid UTF-8, and joined they are as expected. */
+static void check_decoded(const struct tokenizer *tokenizer, const struct token_list *list,
+                          const json_t *expected)
+{
+    const char *text = json_string_value(expected);
+    size_t offset = 0, left = json_string_length(expected), length;
+    struct detokenizer detokenizer;
+    struct error error;
+
+    ck_assert(detokenizer_open(&detokenizer, tokenizer, true, &error));
+    for (size_t i = 0; i <= list->count; i++) {
+        const char *piece = i < list->count ? detokenizer_push(&detokenizer, list->ids[i], &length)
+                                            : detokenizer_flush(&detokenizer, &length);
+
+        ck_assert_uint_eq(utf8_valid_prefix(piece, length), length);
+        ck_assert_uint_le(length, left);
+        ck_assert_mem_eq(piece, text + offset, length);
+        ck_assert_int_eq(piece[length], '\0');
+        offset += length;
+        left -= length;
+    }
+    ck_assert_uint_eq(left, 0);
+    detokenizer_close(&detokenizer);
+}
+
+static void check_cases(const struct tokenizer *tokenizer, const json_t *cases)
+{
+    struct error error;
+    json_t *entry;
+    size_t i;
+
+    json_array_foreach((json_t *)cases, i, entry)
+    {
+        const json_t *text = json_object_get(entry, "text");
+        const json_t *ids = json_object_get(entry, "ids");
+        const json_t *plain = json_object_get(entry, "plain_ids");
+        struct token_list list = {0};
+
+        ck_assert(tokenizer_encode(tokenizer, json_string_value(text), json_string_length(text),
+                                   true, &list, &error));
+        check_ids(&list, ids, json_string_value(text));
+        check_decoded(tokenizer, &list, json_object_get(entry, "decoded"));
+        list.count = 0;
+        ck_assert(tokenizer_encode(tokenizer, json_string_value(text), json_string_length(text),
+                                   false, &list, &error));
+        check_ids(&list, plain != NULL ? plain : ids, json_string_value(text));
+        token_list_free(&list);
+    }
+    ck_assert_uint_gt(i, 30);
+}
+
+START_TEST(expected_ids)
+{
+    struct tokenizer *tokenizer = open_kind(kinds[_i]);
+    json_t *cases = load_kind(kinds[_i], "expected.json");
+
+    check_cases(tokenizer, cases);
+    json_decref(cases);
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+/* merges as pairs where the file has texts, and the other way round */
+START_TEST(other_spelling_of_merges)
+{
+    json_t *root = load_kind(kinds[_i], "tokenizer.json"), *cases, *value;
+    json_t *model = json_object_get(root, "model"), *other = json_array();
+    struct tokenizer *tokenizer;
+    size_t i;
+
+    json_array_foreach(json_object_get(model, "merges"), i, value)
+    {
+        if (json_is_string(value)) {
+            const char *text = json_string_value(value), *space = strchr(text, ' ');
+
+            json_array_append_new(other, json_pack("[s%s]", text, (int)(space - text), space + 1));
+        } else {
+            json_array_append_new(other,
+                                  json_sprintf("%s %s", json_string_value(json_array_get(value, 0)),
+                                               json_string_value(json_array_get(value, 1))));
+        }
+    }
+    json_object_set_new(model, "merges", other);
+    make_folder();
+    write_json("tokenizer.json", root);
+    tokenizer = open_tokenizer(folder);
+    cases = load_kind(kinds[_i], "expected.json");
+    check_cases(tokenizer, cases);
+    tokenizer_close(tokenizer);
+    remove_folder();
+    json_decref(cases);
+    json_decref(root);
+}
+END_TEST
+
+START_TEST(long_run)
+{
+    struct tokenizer *tokenizer = open_kind(kinds[_i]);
+    json_t *root = load_data("long_run.json"), *group;
+    struct token_list list = {0};
+    struct error error;
+    char text[100003];
+    size_t i, at = 0;
+
+    memset(text, 'a', sizeof text);
+    ck_assert(tokenizer_encode(tokenizer, text, sizeof text, true, &list, &error));
+    json_array_foreach(json_object_get(root, kinds[_i]), i, group)
+    {
+        for (json_int_t j = json_integer_value(json_array_get(group, 1)); j > 0; j--) {
+            ck_assert_uint_lt(at, list.count);
+            ck_assert_int_eq(list.ids[at++], json_integer_value(json_array_get(group, 0)));
+        }
+    }
+    ck_assert_uint_eq(at, list.count);
+    token_list_free(&list);
+    json_decref(root);
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+/* Any bytes encode, and where the vocabulary has all bytes the tokens' texts are the input. */
+START_TEST(any_bytes)
+{
+    struct tokenizer *tokenizer = open_kind("llama3");
+    struct token_list list = {0};
+    struct error error;
+    uint32_t state = 1;
+    unsigned char text[4096];
+
+    for (int round = 0; round < 50; round++) {
+        size_t length = (size_t)round * 80, offset = 0;
+
+        for (size_t i = 0; i < length; i++) {
+            state = state * 1664525u + 1013904223u;
+            text[i] = (unsigned char)(round % 2 == 0 ? state >> 24 : (state >> 24) | 0x80);
+        }
+        list.count = 0;
+        ck_assert(tokenizer_encode(tokenizer, (char *)text, length, true, &list, &error));
+        for (size_t i = 0; i < list.count; i++) {
+            size_t part;
+            const char *bytes = tokenizer_text(tokenizer, list.ids[i], &part);
+
+            ck_assert_uint_le(offset + part, length);
+            ck_assert_mem_eq(bytes, text + offset, part);
+            offset += part;
+        }
+        ck_assert_uint_eq(offset, length);
+    }
+    token_list_free(&list);
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+/* Ids come after those that are in the list. */
+START_TEST(encoding_appends)
+{
+    struct tokenizer *tokenizer = open_kind("qwen2");
+    struct token_list list = {0};
+    struct error error;
+
+    ck_assert(token_list_append(&list, 7, &error));
+    ck_assert(tokenizer_encode(tokenizer, "<think>", 7, false, &list, &error));
+    ck_assert_uint_eq(list.count, 2);
+    ck_assert_int_eq(list.ids[0], 7);
+    ck_assert_int_eq(list.ids[1], tokenizer_find(tokenizer, "<think>", 7));
+    token_list_free(&list);
+    ck_assert_uint_eq(list.count, 0);
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+static int32_t find(const struct tokenizer *tokenizer, const char *text)
+{
+    return tokenizer_find(tokenizer, text, strlen(text));
+}
+
+START_TEST(streaming)
+{
+    static const char thumb[] = "\xf0\x9f\x91\x8d";
+    struct tokenizer *tokenizer = open_kind("llama3");
+    int32_t first = find(tokenizer, "\xf0"), end = find(tokenizer, "<|eot_id|>");
+    struct detokenizer detokenizer;
+    struct error error;
+    size_t length;
+
+    ck_assert_int_ne(first, TOKEN_NONE);
+    ck_assert(detokenizer_open(&detokenizer, tokenizer, false, &error));
+    /* A character of four tokens comes out with the last of them, special tokens or not. */
+    for (int i = 0; i < 4; i++) {
+        int32_t id = tokenizer_find(tokenizer, thumb + i, 1);
+        const char *text;
+
+        ck_assert_int_ne(id, TOKEN_NONE);
+        ck_assert_str_eq(detokenizer_push(&detokenizer, end, &length), "");
+        text = detokenizer_push(&detokenizer, id, &length);
+        ck_assert_str_eq(text, i < 3 ? "" : thumb);
+        ck_assert_uint_eq(length, i < 3 ? 0 : 4);
+    }
+    ck_assert_str_eq(detokenizer_flush(&detokenizer, NULL), "");
+    /* A beginning without its rest, before text and at the end. */
+    ck_assert_str_eq(detokenizer_push(&detokenizer, first, NULL), "");
+    ck_assert_str_eq(detokenizer_push(&detokenizer, find(tokenizer, "a"), NULL), "\xef\xbf\xbd"
+                                                                                 "a");
+    ck_assert_str_eq(detokenizer_push(&detokenizer, first, NULL), "");
+    ck_assert_str_eq(detokenizer_push(&detokenizer, find(tokenizer, "\x9f"), NULL), "");
+    ck_assert_str_eq(detokenizer_flush(&detokenizer, NULL), "\xef\xbf\xbd");
+    ck_assert_str_eq(detokenizer_flush(&detokenizer, NULL), "");
+    /* A byte that begins nothing; ids without text. */
+    ck_assert_str_eq(detokenizer_push(&detokenizer, find(tokenizer, "\x9f"), NULL), "\xef\xbf\xbd");
+    ck_assert_str_eq(detokenizer_push(&detokenizer, -1, NULL), "");
+    ck_assert_str_eq(detokenizer_push(&detokenizer, INT32_MAX, NULL), "");
+    detokenizer_close(&detokenizer);
+
+    ck_assert(detokenizer_open(&detokenizer, tokenizer, true, &error));
+    ck_assert_str_eq(detokenizer_push(&detokenizer, end, NULL), "<|eot_id|>");
+    detokenizer_close(&detokenizer);
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+static void check_text(const struct tokenizer *tokenizer, int32_t id, const char *expected)
+{
+    size_t length;
+    const char *text = tokenizer_text(tokenizer, id, &length);
+
+    ck_assert_uint_eq(length, strlen(expected));
+    ck_assert_mem_eq(text, expected, length);
+}
+
+START_TEST(questions)
+{
+    struct tokenizer *tokenizer = open_kind("qwen2");
+    int32_t the = find(tokenizer, " the");
+
+    ck_assert_uint_eq(tokenizer_count(tokenizer), 610);
+    ck_assert_int_eq(find(tokenizer, "<|im_end|>"), 602);
+    ck_assert_int_eq(find(tokenizer, "<think>"), 607);
+    ck_assert_int_eq(find(tokenizer, "<|im_end|"), TOKEN_NONE);
+    ck_assert_int_eq(find(tokenizer, ""), TOKEN_NONE);
+    ck_assert_int_ne(the, TOKEN_NONE);
+    check_text(tokenizer, 602, "<|im_end|>");
+    check_text(tokenizer, 607, "<think>");
+    check_text(tokenizer, the, " the");
+    check_text(tokenizer, 610, "");
+    check_text(tokenizer, -1, "");
+    ck_assert(tokenizer_is_special(tokenizer, 602));
+    ck_assert(!tokenizer_is_special(tokenizer, 607));
+    ck_assert(!tokenizer_is_special(tokenizer, the));
+    ck_assert(!tokenizer_is_special(tokenizer, -1));
+    ck_assert(!tokenizer_is_special(tokenizer, 610));
+    ck_assert(tokenizer_is_end(tokenizer, 602));
+    ck_assert(tokenizer_is_end(tokenizer, find(tokenizer, "<|endoftext|>")));
+    ck_assert(!tokenizer_is_end(tokenizer, find(tokenizer, "<|im_start|>")));
+    ck_assert(!tokenizer_is_end(tokenizer, -1));
+    ck_assert(!tokenizer_is_end(tokenizer, 610));
+    ck_assert_int_eq(tokenizer_bos(tokenizer), TOKEN_NONE);
+    ck_assert(!tokenizer_wants_bos(tokenizer));
+    ck_assert_ptr_null(tokenizer_chat_template(tokenizer));
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+/* ---- Folders ---- */
+
+/* A folder with the tokenizer.json of `kind`; remove_folder takes it away. */
+static void copy_kind(const char *kind)
+{
+    json_t *root = load_kind(kind, "tokenizer.json");
+
+    make_folder();
+    write_json("tokenizer.json", root);
+    json_decref(root);
+}
+
+START_TEST(template_says_bos)
+{
+    struct tokenizer *tokenizer = open_kind("llama3");
+
+    ck_assert_int_eq(tokenizer_bos(tokenizer), find(tokenizer, "<|begin_of_text|>"));
+    ck_assert(tokenizer_wants_bos(tokenizer));
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+START_TEST(configuration)
+{
+    struct tokenizer *tokenizer;
+
+    copy_kind("smollm");
+    write_text("tokenizer_config.json",
+               "{\"add_bos_token\": true, \"bos_token\": {\"content\": \"<|im_start|>\"},"
+               " \"eos_token\": \"<|begin_of_text|>\", \"chat_template\": \"one\"}");
+    write_text("generation_config.json", "{\"eos_token_id\": [20, 30]}");
+    tokenizer = open_tokenizer(folder);
+    ck_assert_int_eq(tokenizer_bos(tokenizer), 1);
+    ck_assert(tokenizer_wants_bos(tokenizer));
+    ck_assert(tokenizer_is_end(tokenizer, 3));
+    ck_assert(tokenizer_is_end(tokenizer, 20));
+    ck_assert(tokenizer_is_end(tokenizer, 30));
+    ck_assert(!tokenizer_is_end(tokenizer, 21));
+    ck_assert_str_eq(tokenizer_chat_template(tokenizer), "one");
+    tokenizer_close(tokenizer);
+
+    write_text("tokenizer_config.json",
+               "{\"add_bos_token\": false, \"bos_token\": \"<|im_start|>\", \"eos_token\": null,"
+               " \"chat_template\": [{\"name\": \"tool_use\", \"template\": \"x\"},"
+               " {\"name\": \"default\", \"template\": \"two\"}]}");
+    write_text("generation_config.json", "{\"eos_token_id\": 40}");
+    tokenizer = open_tokenizer(folder);
+    ck_assert_int_eq(tokenizer_bos(tokenizer), 1);
+    ck_assert(!tokenizer_wants_bos(tokenizer));
+    ck_assert(!tokenizer_is_end(tokenizer, 3));
+    ck_assert(tokenizer_is_end(tokenizer, 40));
+    ck_assert_str_eq(tokenizer_chat_template(tokenizer), "two");
+    tokenizer_close(tokenizer);
+
+    write_text("chat_template.jinja", "three");
+    tokenizer = open_tokenizer(folder);
+    ck_assert_str_eq(tokenizer_chat_template(tokenizer), "three");
+    tokenizer_close(tokenizer);
+    remove_folder();
+}
+END_TEST
+
+/* A byte without a token is left out, unless the vocabulary has a token for what it does not know.
+ */
+START_TEST(unknown_bytes)
+{
+    json_t *root = load_kind("smollm", "tokenizer.json");
+    struct tokenizer *tokenizer = open_kind("smollm");
+    struct token_list list = {0};
+    struct error error;
+    int32_t a = find(tokenizer, "a");
+
+    ck_assert(tokenizer_encode(tokenizer,
+                               "\x04"
+                               "a\x04\x04\xff",
+                               5, true, &list, &error));
+    ck_assert_uint_eq(list.count, 1);
+    ck_assert_int_eq(list.ids[0], a);
+    tokenizer_close(tokenizer);
+
+    json_object_set_new(json_object_get(root, "model"), "unk_token", json_string("<|endoftext|>"));
+    make_folder();
+    write_json("tokenizer.json", root);
+    tokenizer = open_tokenizer(folder);
+    list.count = 0;
+    ck_assert(tokenizer_encode(tokenizer,
+                               "\x04"
+                               "a\x04\x04\xff",
+                               5, true, &list, &error));
+    ck_assert_uint_eq(list.count, 5);
+    for (size_t i = 0; i < 5; i++)
+        ck_assert_int_eq(list.ids[i], i == 1 ? a : 0);
+    tokenizer_close(tokenizer);
+    remove_folder();
+    token_list_free(&list);
+    json_decref(root);
+}
+END_TEST
+
+/* One change of a good tokenizer.json each: the field, by its path, and its value (NULL: taken
+ * away), and what the error has to say. */
+static const struct bad_field {
+    const char *object, *field, *value, *error;
+} bad_fields[] = {
+    {NULL, "model", NULL, "model.type"},
+    {NULL, "model", "[]", "model.type"},
+    {"model", "type", "\"Unigram\"", "model.type"},
+    {"model", "byte_fallback", "true", "model.byte_fallback"},
+    {"model", "dropout", "0.1", "model.dropout"},
+    {"model", "end_of_word_suffix", "\"</w>\"", "model.end_of_word_suffix"},
+    {"model", "continuing_subword_prefix", "\"##\"", "model.continuing_subword_prefix"},
+    {"model", "ignore_merges", "3", "model.ignore_merges"},
+    {"model", "unk_token", "\"<none>\"", "model.unk_token"},
+    {"model", "vocab", NULL, "model.vocab"},
+    {"model", "vocab", "{}", "model.vocab"},
+    {"model", "vocab", "{\"a\": \"b\"}", "'a' has no valid id"},
+    {"model", "vocab", "{\"a\": -1}", "'a' has no valid id"},
+    {"model", "vocab", "{\"a\": 2147483647}", "'a' has no valid id"},
+    {"model", "vocab", "{\"a\": 1000000}", "'a' has no valid id"},
+    {"model", "vocab", "{\"a\": 9223372036854775807}", "'a' has no valid id"},
+    {"model", "vocab", "{\"a\": 5, \"b\": 5}", "'a' and 'b' have the same id"},
+    {"model", "vocab", "{\"a\": 601, \"b\": 1}", "has another id in model.vocab"},
+    {"model", "merges", NULL, "model.merges"},
+    {"model", "merges", "{}", "model.merges"},
+    {"model", "merges", "[3]", "merge 0 is neither"},
+    {"model", "merges", "[[\"a\"]]", "merge 0 is neither"},
+    {"model", "merges", "[[\"a\", 1]]", "merge 0 is neither"},
+    {"model", "merges", "[\"ab\"]", "merge 0 is not two texts"},
+    {"model", "merges", "[\"a b c\"]", "merge 0 is not two texts"},
+    {"model", "merges", "[[\"e\", \"\\u20ac\"]]", "merge 0 names '\xe2\x82\xac'"},
+    {"model", "merges", "[[\"qqq\", \"a\"]]", "merge 0 names 'qqq'"},
+    {"model", "merges", "[\"e n\", \"a \"]", "merge 1 names ''"},
+    {"model", "merges", "[[\"z\", \"q\"]]", "merge 0, 'z' and 'q', makes no token"},
+    {NULL, "pre_tokenizer", NULL, "pre_tokenizer"},
+    {NULL, "pre_tokenizer", "{\"type\": \"Whitespace\"}", "pre_tokenizer"},
+    {NULL, "normalizer", "{\"type\": \"Lowercase\"}", "normalizer"},
+    {NULL, "normalizer", "{\"type\": \"Sequence\", \"normalizers\": [{\"type\": \"NFKC\"}]}",
+     "normalizer"},
+    {NULL, "added_tokens", "{}", "added_tokens"},
+    {NULL, "added_tokens", "[{\"content\": \"x\"}]", "added_tokens[0].id"},
+    {NULL, "added_tokens", "[{\"id\": 605}]", "added_tokens[0].content"},
+    {NULL, "added_tokens", "[{\"id\": 605, \"content\": \"\"}]", "added_tokens[0].content"},
+    {NULL, "added_tokens", "[{\"id\": 605, \"content\": \"a\"}]", "'a' has another id"},
+    {NULL, "added_tokens", "[{\"id\": 10, \"content\": \"new\"}]", "'new' has another id"},
+    {NULL, "added_tokens", "[{\"id\": 605, \"content\": \"new\", \"lstrip\": true}]", "lstrip"},
+};
+
+START_TEST(bad_field)
+{
+    const struct bad_field *bad = &bad_fields[_i];
+    json_t *root = load_kind("llama3", "tokenizer.json");
+    json_t *object = bad->object == NULL ? root : json_object_get(root, bad->object);
+
+    make_folder();
+    if (bad->value == NULL)
+        json_object_del(object, bad->field);
+    else
+        json_object_set_new(object, bad->field, json_loads(bad->value, JSON_DECODE_ANY, NULL));
+    write_json("tokenizer.json", root);
+    check_refused(folder, "/tokenizer.json", bad->error);
+    remove_folder();
+    json_decref(root);
+}
+END_TEST
+
+START_TEST(good_normalizers)
+{
+    static const char *const good[] = {
+        "null",
+        "{\"type\": \"NFC\"}",
+        "{\"type\": \"Sequence\", \"normalizers\": []}",
+        "{\"type\": \"Sequence\", \"normalizers\": [{\"type\": \"NFC\"}]}",
+    };
+    json_t *root = load_kind("llama3", "tokenizer.json");
+
+    make_folder();
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        struct tokenizer *tokenizer;
+        struct token_list list = {0};
+        struct error error;
+
+        json_object_set_new(root, "normalizer", json_loads(good[i], JSON_DECODE_ANY, NULL));
+        write_json("tokenizer.json", root);
+        tokenizer = open_tokenizer(folder);
+        ck_assert(tokenizer_encode(tokenizer, "e\xcc\x81", 3, true, &list, &error));
+        ck_assert_int_eq(list.ids[0] == find(tokenizer, "e"), i % 2 == 0);
+        token_list_free(&list);
+        tokenizer_close(tokenizer);
+    }
+    remove_folder();
+    json_decref(root);
+}
+END_TEST
+
+START_TEST(bad_files)
+{
+    json_t *root = load_kind("llama3", "tokenizer.json");
+
+    make_folder();
+    check_refused(folder, "/tokenizer.json", "");
+    write_text("tokenizer.json", "{\"model\": {\"type\": \"BPE\"");
+    check_refused(folder, "/tokenizer.json", "line 1");
+    write_text("tokenizer.json", "[]");
+    check_refused(folder, "/tokenizer.json", "object");
+    write_text("tokenizer.json", "{\"model\": {}, \"model\": {}}");
+    check_refused(folder, "/tokenizer.json", "duplicate");
+    write_text("tokenizer.json", "{\"model\": \"\xff\"}");
+    check_refused(folder, "/tokenizer.json", "line 1");
+    write_json("tokenizer.json", root);
+    write_text("tokenizer_config.json", "{");
+    check_refused(folder, "/tokenizer_config.json", "line 1");
+    write_text("tokenizer_config.json", "{}");
+    write_text("generation_config.json", "{\"eos_token_id\": [1, 608]}");
+    check_refused(folder, "/generation_config.json", "eos_token_id");
+    write_text("generation_config.json", "{\"eos_token_id\": \"</s>\"}");
+    check_refused(folder, "/generation_config.json", "eos_token_id");
+    write_text("generation_config.json", "{\"eos_token_id\": null}");
+    tokenizer_close(open_tokenizer(folder));
+    check_refused(in_folder("none.gguf"), "none.gguf", "");
+    remove_folder();
+    json_decref(root);
+}
+END_TEST
+
+/* ---- GGUF ---- */
+
+/* What a vocabulary-only GGUF is made of; a test changes a field before it writes the file. */
+struct vocabulary {
+    const char *texts[700], *merges[700];
+    int32_t types[700];
+    size_t token_count, type_count, merge_count;
+    const char *model, *pre;
+    int32_t bos, eos, eot; /* -1: not written */
+    int add_bos;           /* -1: not written */
+    json_t *root;
+};
+
+/* Takes the vocabulary of a kind's tokenizer.json. */
+static void load_vocabulary(struct vocabulary *vocabulary, int kind)
+{
+    json_t *model, *value;
+    const char *text;
+    size_t i;
+
+    memset(vocabulary, 0, sizeof *vocabulary);
+    vocabulary->root = load_kind(kinds[kind], "tokenizer.json");
+    model = json_object_get(vocabulary->root, "model");
+    json_object_foreach(json_object_get(model, "vocab"), text, value)
+    {
+        vocabulary->texts[json_integer_value(value)] = text;
+        vocabulary->types[json_integer_value(value)] = 1;
+        vocabulary->token_count++;
+    }
+    json_array_foreach(json_object_get(vocabulary->root, "added_tokens"), i, value)
+    {
+        json_int_t id = json_integer_value(json_object_get(value, "id"));
+
+        vocabulary->token_count += vocabulary->texts[id] == NULL;
+        vocabulary->texts[id] = json_string_value(json_object_get(value, "content"));
+        vocabulary->types[id] = json_is_true(json_object_get(value, "special")) ? 3 : 4;
+    }
+    vocabulary->type_count = vocabulary->token_count;
+    json_array_foreach(json_object_get(model, "merges"), i, value)
+    {
+        if (json_is_array(value)) {
+            value = json_sprintf("%s %s", json_string_value(json_array_get(value, 0)),
+                                 json_string_value(json_array_get(value, 1)));
+            json_array_set_new(json_object_get(model, "merges"), i, value);
+        }
+        vocabulary->merges[vocabulary->merge_count++] = json_string_value(value);
+    }
+    vocabulary->model = "gpt2";
+    vocabulary->pre = gguf_names[kind];
+    vocabulary->bos = vocabulary->eos = vocabulary->eot = vocabulary->add_bos = -1;
+}
+
+/* Writes model.gguf into the folder and returns its path. */
+static const char *write_vocabulary(const struct vocabulary *vocabulary)
+{
+    struct gguf_writer writer;
+
+    gguf_writer_start(&writer);
+    gguf_writer_string(&writer, "general.architecture", "llama");
+    if (vocabulary->model != NULL)
+        gguf_writer_string(&writer, "tokenizer.ggml.model", vocabulary->model);
+    if (vocabulary->pre != NULL)
+        gguf_writer_string(&writer, "tokenizer.ggml.pre", vocabulary->pre);
+    gguf_writer_strings(&writer, "tokenizer.ggml.tokens", vocabulary->texts,
+                        vocabulary->token_count);
+    if (vocabulary->type_count > 0)
+        gguf_writer_array(&writer, "tokenizer.ggml.token_type", GGUF_INT32, vocabulary->types,
+                          vocabulary->type_count, vocabulary->type_count * sizeof(int32_t));
+    if (vocabulary->merge_count > 0)
+        gguf_writer_strings(&writer, "tokenizer.ggml.merges", vocabulary->merges,
+                            vocabulary->merge_count);
+    if (vocabulary->bos >= 0)
+        gguf_writer_uint(&writer, "tokenizer.ggml.bos_token_id", (uint32_t)vocabulary->bos);
+    if (vocabulary->eos >= 0)
+        gguf_writer_uint(&writer, "tokenizer.ggml.eos_token_id", (uint32_t)vocabulary->eos);
+    if (vocabulary->eot >= 0)
+        gguf_writer_uint(&writer, "tokenizer.ggml.eot_token_id", (uint32_t)vocabulary->eot);
+    if (vocabulary->add_bos >= 0)
+        gguf_writer_bool(&writer, "tokenizer.ggml.add_bos_token", vocabulary->add_bos);
+    gguf_writer_string(&writer, "tokenizer.chat_template", "{{ template }}");
+    gguf_writer_save(&writer, in_folder("model.gguf"));
+    gguf_writer_free(&writer);
+    return in_folder("model.gguf");
+}
+
+/* The same vocabulary from a GGUF gives the same ids. A GGUF cannot say that an added token is
+ * found in normalized text, so that one is made an ordinary one. */
+START_TEST(gguf_ids)
+{
+    json_t *cases = load_kind(kinds[_i], "expected.json"), *entry;
+    struct token_list list = {0}, expected = {0};
+    struct vocabulary vocabulary;
+    struct tokenizer *tokenizer, *other;
+    struct error error;
+    size_t i;
+
+    load_vocabulary(&vocabulary, _i);
+    make_folder();
+    json_array_foreach(json_object_get(vocabulary.root, "added_tokens"), i, entry)
+        json_object_set_new(entry, "normalized", json_false());
+    write_json("tokenizer.json", vocabulary.root);
+    other = open_tokenizer(folder);
+    vocabulary.bos = find(other, "<|begin_of_text|>");
+    vocabulary.eos = find(other, "<|start_header_id|>");
+    vocabulary.eot = find(other, "<|end_header_id|>");
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+
+    json_array_foreach(cases, i, entry)
+    {
+        const json_t *text = json_object_get(entry, "text");
+
+        for (int parse_special = 0; parse_special < 2; parse_special++) {
+            list.count = expected.count = 0;
+            ck_assert(tokenizer_encode(tokenizer, json_string_value(text), json_string_length(text),
+                                       parse_special, &list, &error));
+            ck_assert(tokenizer_encode(other, json_string_value(text), json_string_length(text),
+                                       parse_special, &expected, &error));
+            ck_assert_uint_eq(list.count, expected.count);
+            if (list.count > 0)
+                ck_assert_mem_eq(list.ids, expected.ids, list.count * sizeof *list.ids);
+        }
+    }
+    ck_assert_uint_eq(tokenizer_count(tokenizer), tokenizer_count(other));
+    ck_assert_int_eq(tokenizer_bos(tokenizer), vocabulary.bos);
+    ck_assert_int_eq(tokenizer_wants_bos(tokenizer), strcmp(kinds[_i], "llama3") == 0);
+    ck_assert(tokenizer_is_end(tokenizer, vocabulary.eos));
+    ck_assert(tokenizer_is_end(tokenizer, vocabulary.eot));
+    ck_assert(!tokenizer_is_end(other, vocabulary.eos));
+    ck_assert(!tokenizer_is_end(tokenizer, vocabulary.bos));
+    ck_assert_str_eq(tokenizer_chat_template(tokenizer), "{{ template }}");
+    tokenizer_close(tokenizer);
+    tokenizer_close(other);
+    token_list_free(&list);
+    token_list_free(&expected);
+    remove_folder();
+    json_decref(cases);
+    json_decref(vocabulary.root);
+}
+END_TEST
+
+START_TEST(gguf_options)
+{
+    struct vocabulary vocabulary;
+    struct tokenizer *tokenizer;
+    struct token_list list = {0};
+    struct error error;
+
+    load_vocabulary(&vocabulary, 1);
+    make_folder();
+    /* No BOS, and so none is asked for. */
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    ck_assert_int_eq(tokenizer_bos(tokenizer), TOKEN_NONE);
+    ck_assert(!tokenizer_wants_bos(tokenizer));
+    tokenizer_close(tokenizer);
+
+    vocabulary.bos = 604;
+    vocabulary.add_bos = 0;
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    ck_assert_int_eq(tokenizer_bos(tokenizer), 604);
+    ck_assert(!tokenizer_wants_bos(tokenizer));
+    tokenizer_close(tokenizer);
+
+    vocabulary.pre = "qwen2";
+    vocabulary.add_bos = 1;
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    ck_assert(tokenizer_wants_bos(tokenizer));
+    tokenizer_close(tokenizer);
+
+    /* Without types, what the file calls BOS and EOS is special, and no other token. */
+    vocabulary.type_count = 0;
+    vocabulary.eos = 603;
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    ck_assert(tokenizer_is_special(tokenizer, 603));
+    ck_assert(tokenizer_is_special(tokenizer, 604));
+    ck_assert(!tokenizer_is_special(tokenizer, 605));
+    tokenizer_close(tokenizer);
+
+    /* An unused token has no text and is not made. */
+    vocabulary.type_count = vocabulary.token_count;
+    vocabulary.types[607] = 5;
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    check_text(tokenizer, 607, "");
+    ck_assert(tokenizer_encode(tokenizer, "<|eot_id|>", 10, true, &list, &error));
+    ck_assert_uint_gt(list.count, 1);
+    token_list_free(&list);
+    tokenizer_close(tokenizer);
+    remove_folder();
+    json_decref(vocabulary.root);
+}
+END_TEST
+
+START_TEST(gguf_pretokenizer_names)
+{
+    static const struct {
+        const char *name;
+        enum pretokenizer_kind kind;
+    } names[] = {
+        {"smollm", PRETOKENIZER_SMOLLM},    {"smollm2", PRETOKENIZER_SMOLLM},
+        {"llama-bpe", PRETOKENIZER_LLAMA3}, {"llama3", PRETOKENIZER_LLAMA3},
+        {"llama-v3", PRETOKENIZER_LLAMA3},  {"qwen2", PRETOKENIZER_QWEN2},
+    };
+    enum pretokenizer_kind kind;
+
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        ck_assert(pretokenizer_by_name(names[i].name, strlen(names[i].name), &kind));
+        ck_assert_int_eq(kind, names[i].kind);
+    }
+    ck_assert(!pretokenizer_by_name("smoll", 5, &kind));
+    ck_assert(!pretokenizer_by_name("llama-bpe2", 10, &kind));
+    ck_assert(!pretokenizer_by_name("", 0, &kind));
+}
+END_TEST
+
+START_TEST(bad_gguf)
+{
+    struct vocabulary vocabulary;
+
+    make_folder();
+#define REFUSED(change, what)                                                                      \
+    do {                                                                                           \
+        load_vocabulary(&vocabulary, 1);                                                           \
+        vocabulary.change;                                                                         \
+        check_refused(write_vocabulary(&vocabulary), "model.gguf", what);                          \
+        json_decref(vocabulary.root);                                                              \
+    } while (0)
+    REFUSED(model = NULL, "tokenizer.ggml.model");
+    REFUSED(model = "llama", "tokenizer.ggml.model: 'llama'");
+    REFUSED(pre = NULL, "tokenizer.ggml.pre");
+    REFUSED(pre = "gpt-4o", "tokenizer.ggml.pre: 'gpt-4o'");
+    REFUSED(token_count = 0, "tokenizer.ggml.tokens");
+    REFUSED(token_count -= 1, "tokenizer.ggml.token_type");
+    REFUSED(type_count -= 1, "tokenizer.ggml.token_type");
+    REFUSED(types[5] = 7, "token 5 is of type 7");
+    REFUSED(types[5] = -1, "token 5 is of type -1");
+    REFUSED(merge_count = 0, "tokenizer.ggml.merges");
+    REFUSED(merges[3] = "ab", "merge 3 is not two texts");
+    REFUSED(merges[3] = "a b c", "merge 3 is not two texts");
+    REFUSED(merges[3] = "a qqqq", "merge 3 names 'qqqq'");
+    REFUSED(merges[3] = " a", "merge 3 names ''");
+    REFUSED(merges[3] = "z q", "makes no token");
+    REFUSED(texts[70] = "A", "have the same text");
+    REFUSED(bos = 608, "tokenizer.ggml.bos_token_id: 608");
+    REFUSED(eos = INT32_MAX, "tokenizer.ggml.eos_token_id");
+    REFUSED(eot = 608, "tokenizer.ggml.eot_token_id");
+    REFUSED(add_bos = 1, "tokenizer.ggml.add_bos_token");
+#undef REFUSED
+    remove_folder();
+}
+END_TEST
+
+static Suite *tokenizer_suite(void)
+{
+    Suite *suite = suite_create("tokenizer");
+    TCase *before = tcase_create("before the merges"), *ids = tcase_create("ids");
+    TCase *folders = tcase_create("folders"), *gguf = tcase_create("gguf");
+
+    tcase_add_test(before, sequences);
+    tcase_add_test(before, valid_prefixes);
+    tcase_add_test(before, nfc);
+    tcase_add_test(before, nfc_of_invalid);
+    tcase_add_test(before, nfc_of_long_run);
+    tcase_add_loop_test(before, splits, 0, N_KINDS);
+    tcase_add_test(before, split_of_invalid);
+    tcase_add_loop_test(before, split_of_long_runs, 0, N_KINDS);
+    suite_add_tcase(suite, before);
+
+    tcase_add_loop_test(ids, expected_ids, 0, N_KINDS);
+    tcase_add_loop_test(ids, other_spelling_of_merges, 0, N_KINDS);
+    tcase_add_loop_test(ids, long_run, 0, N_KINDS);
+    tcase_add_test(ids, any_bytes);
+    tcase_add_test(ids, encoding_appends);
+    tcase_add_test(ids, streaming);
+    tcase_add_test(ids, questions);
+    suite_add_tcase(suite, ids);
+
+    tcase_add_test(folders, template_says_bos);
+    tcase_add_test(folders, configuration);
+    tcase_add_test(folders, unknown_bytes);
+    tcase_add_loop_test(folders, bad_field, 0, sizeof bad_fields / sizeof bad_fields[0]);
+    tcase_add_test(folders, good_normalizers);
+    tcase_add_test(folders, bad_files);
+    suite_add_tcase(suite, folders);
+
+    tcase_add_loop_test(gguf, gguf_ids, 0, N_KINDS);
+    tcase_add_test(gguf, gguf_options);
+    tcase_add_test(gguf, gguf_pretokenizer_names);
+    tcase_add_test(gguf, bad_gguf);
+    suite_add_tcase(suite, gguf);
+    return suite;
+}
+
+int main(void)
+{
+    SRunner *runner = srunner_create(tokenizer_suite());
+    int failed;
+
+    srunner_run_all(runner, CK_ENV);
+    failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
