@@ -174,8 +174,8 @@ static struct worker worker_init(const struct backend *backend, size_t layer)
 {
     const struct geometry *geometry = backend->geometry;
     const struct attention_layout *layout = &backend->step.layout;
-    float *scratch = (float *)(void *)(backend->step.scratch +
-                                       cpu_thread() * backend->step.scratch_bytes);
+    float *scratch =
+        (float *)(void *)(backend->step.scratch + cpu_thread() * backend->step.scratch_bytes);
     size_t rank = cpu_max(geometry->rank_k[layer], geometry->rank_v[layer]);
     struct worker worker = {
         .backend = backend,

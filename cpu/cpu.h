@@ -58,15 +58,15 @@ struct cpu_step {
     struct attention_unit *units;
     size_t n_units;
     struct attention_layout layout;
-    float *states;     /* where runs are spread over threads, else NULL */
-    size_t n_states;   /* of one KV head */
+    float *states;       /* where runs are spread over threads, else NULL */
+    size_t n_states;     /* of one KV head */
     size_t state_floats; /* of one */
-    double multiplies; /* of one layer's attention, about */
+    double multiplies;   /* of one layer's attention, about */
 
-    size_t chunk;      /* problems that are factorized together */
-    double *gram;      /* [chunk][P, P], then eigenvectors */
-    double *eigen;     /* [chunk][P] */
-    double *work;      /* LAPACK's; iwork of lapack_int */
+    size_t chunk;  /* problems that are factorized together */
+    double *gram;  /* [chunk][P, P], then eigenvectors */
+    double *eigen; /* [chunk][P] */
+    double *work;  /* LAPACK's; iwork of lapack_int */
     void *iwork;
     unsigned char *overflow; /* [chunk]: the factors do not fit the storage type */
     double factorize_seconds;

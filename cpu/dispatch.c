@@ -49,8 +49,7 @@ size_t dispatch_available(const struct kernels *available[DISPATCH_MAX])
     return n;
 }
 
-pkv_status dispatch_choose(const char *isa, const struct kernels **kernels,
-                           struct message *message)
+pkv_status dispatch_choose(const char *isa, const struct kernels **kernels, struct message *message)
 {
     const struct kernels *available[DISPATCH_MAX];
     size_t n = dispatch_available(available);

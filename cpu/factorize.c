@@ -12,6 +12,9 @@
 /* Gram matrices held at once: this many bytes, but one for each thread at least. */
 #define CHUNK_BYTES ((size_t)1 << 19)
 
+/* Below this many problems a parallel region costs more than it saves beside LAPACK's own time. */
+#define PARALLEL_PROBLEMS 32
+
 /* Eigenvalues up to this part of the largest are noise of an f32 page: their rows of R are 0. */
 #define NOISE 0x1p-24
 
@@ -230,7 +233,7 @@ static void prepare_chunk(const struct backend *backend, size_t layer, size_t fi
     const struct cpu_step *step = &backend->step;
     const size_t length = backend->geometry->policy.page_tokens;
 
-#pragma omp parallel num_threads(step->threads) if (n > 1)
+#pragma omp parallel num_threads(step->threads) if (n >= PARALLEL_PROBLEMS)
     {
         fenv_t modes;
 
@@ -256,8 +259,8 @@ static size_t solve_chunk(const struct backend *backend, size_t n)
         /* A lower triangle in rows is LAPACK's upper one in columns. */
         lapack_int info = LAPACKE_dsyevd_work(
             LAPACK_COL_MAJOR, 'V', 'U', order, step->gram + solved * length * length, order,
-            step->eigen + solved * length, step->work, (lapack_int)work_length(length),
-            step->iwork, (lapack_int)iwork_length(length));
+            step->eigen + solved * length, step->work, (lapack_int)work_length(length), step->iwork,
+            (lapack_int)iwork_length(length));
 
         if (info != 0)
             break;
@@ -273,15 +276,15 @@ static void finish_chunk(const struct backend *backend, size_t layer, size_t fir
     const struct cpu_step *step = &backend->step;
     const size_t length = backend->geometry->policy.page_tokens;
 
-#pragma omp parallel num_threads(step->threads) if (n > 1)
+#pragma omp parallel num_threads(step->threads) if (n >= PARALLEL_PROBLEMS)
     {
         fenv_t modes;
 
         cpu_modes_set(&modes);
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < n; i++)
-            step->overflow[i] = !finish(backend, layer, first + i,
-                                        step->gram + i * length * length, step->eigen + i * length);
+            step->overflow[i] = !finish(backend, layer, first + i, step->gram + i * length * length,
+                                        step->eigen + i * length);
         cpu_modes_restore(&modes);
     }
 }

@@ -87,7 +87,7 @@ void store_close(struct backend *backend)
 }
 
 struct dense_page store_dense(const struct backend *backend, size_t layer, size_t kv_head,
-                               uint32_t slot)
+                              uint32_t slot)
 {
     const struct geometry *geometry = backend->geometry;
     size_t bytes = dense_page_bytes(geometry);
@@ -99,7 +99,7 @@ struct dense_page store_dense(const struct backend *backend, size_t layer, size_
 }
 
 struct factor_page store_factors(const struct backend *backend, size_t layer, size_t kv_head,
-                                   uint32_t slot)
+                                 uint32_t slot)
 {
     const struct geometry *geometry = backend->geometry;
     size_t tokens = geometry->policy.page_tokens;
@@ -116,7 +116,7 @@ struct factor_page store_factors(const struct backend *backend, size_t layer, si
 }
 
 struct dense_page store_block(const struct backend *backend, const struct backend_item *item,
-                               size_t kv_head, size_t block)
+                              size_t kv_head, size_t block)
 {
     const struct geometry *geometry = backend->geometry;
     const struct cpu_step *step = &backend->step;
@@ -331,7 +331,7 @@ pkv_status store_round(struct backend *backend, size_t layer, const pkv_step_io 
     pkv_status status = PKV_OK;
     int bad = 0;
 
-#pragma omp parallel num_threads(step->threads) reduction(| : bad)                                     \
+#pragma omp parallel num_threads(step->threads) reduction(+ : bad) \
     if (n * geometry->head_dim > PARALLEL_ELEMENTS / BLOCK_TOKENS)
     {
         fenv_t modes;
@@ -339,7 +339,7 @@ pkv_status store_round(struct backend *backend, size_t layer, const pkv_step_io 
         cpu_modes_set(&modes);
 #pragma omp for
         for (size_t i = 0; i < n; i++)
-            bad |= !round_block(backend, &step->units[i / geometry->kv_heads],
+            bad += !round_block(backend, &step->units[i / geometry->kv_heads],
                                 i % geometry->kv_heads, io);
         cpu_modes_restore(&modes);
     }
@@ -383,8 +383,7 @@ static struct stretch stretch_at(const struct backend *backend, const struct pag
     stretch.block = store_block(backend, job->item, head, block);
     stretch.block_tokens = cpu_block_tokens(job->item, block);
     stretch.first = token % BLOCK_TOKENS;
-    stretch.tokens =
-        cpu_min(job->change->new_tokens - done, stretch.block_tokens - stretch.first);
+    stretch.tokens = cpu_min(job->change->new_tokens - done, stretch.block_tokens - stretch.first);
     return stretch;
 }
 
@@ -418,8 +417,8 @@ void store_append(struct backend *backend, size_t layer)
     const struct cpu_step *step = &backend->step;
     const size_t n = step->n_dense * geometry->kv_heads;
 
-#pragma omp parallel for schedule(dynamic) num_threads(step->threads)                              \
-    if (n * dense_page_bytes(geometry) > 4 * PARALLEL_ELEMENTS)
+#pragma omp parallel for schedule(dynamic)                                                         \
+    num_threads(step->threads) if (n * dense_page_bytes(geometry) > 4 * PARALLEL_ELEMENTS)
     for (size_t i = 0; i < n; i++)
         append(backend, layer, i % geometry->kv_heads, &step->jobs[i / geometry->kv_heads]);
 }

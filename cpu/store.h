@@ -35,12 +35,12 @@ pkv_status store_open(struct backend *backend);
 void store_close(struct backend *backend);
 
 struct dense_page store_dense(const struct backend *backend, size_t layer, size_t kv_head,
-                               uint32_t slot);
+                              uint32_t slot);
 struct factor_page store_factors(const struct backend *backend, size_t layer, size_t kv_head,
-                                   uint32_t slot);
+                                 uint32_t slot);
 /* The open step's block that begins with new token block * BLOCK_TOKENS of the item. */
 struct dense_page store_block(const struct backend *backend, const struct backend_item *item,
-                               size_t kv_head, size_t block);
+                              size_t kv_head, size_t block);
 
 /* Scratch of the open step; store_step_close takes it back, also after a failure. */
 pkv_status store_step_begin(struct backend *backend);

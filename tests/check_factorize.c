@@ -1,0 +1,597 @@
+/* SPDX-License-Identifier: MIT */
+/* cpu/factorize.c: real and awkward pages against the optimum, and the form of the factors. */
+#include "backend.h"
+#include "numeric.h"
+
+#include <check.h>
+#include <fenv.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
+/* As ck_assert(), which writes to a pipe even when all is well: too slow for many. */
+#define require(condition)                                                                         \
+    do {                                                                                           \
+        if (!(condition))                                                                          \
+            ck_abort_msg("%s", #condition);                                                        \
+    } while (0)
+
+static void *allocate(size_t count, size_t size)
+{
+    void *p = calloc(count, size);
+
+    ck_assert_ptr_nonnull(p);
+    return p;
+}
+
+static uint64_t random_state;
+
+/* In -1 .. 1. */
+static float random_float(void)
+{
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (float)(int32_t)(random_state >> 32) * 0x1p-31f;
+}
+
+/* ---- A page through the backend ---- */
+
+/* Pages as KV heads of one layer; every one gets factors. */
+struct pages {
+    size_t n, length, d, rank_k, rank_v;
+    pkv_dtype dtype;
+    const float *k; /* [n, length, d] */
+    const float *v;
+    float *k_left;  /* [n, length, rank_k] */
+    float *k_right; /* [n, rank_k, d] */
+    float *v_left;
+    float *v_right;
+    char message[PKV_MESSAGE_BYTES];
+};
+
+static void widen(pkv_dtype dtype, size_t n, const void *from, float *to)
+{
+    for (size_t i = 0; i < n; i++)
+        to[i] = dtype == PKV_F32   ? ((const float *)from)[i]
+                : dtype == PKV_F16 ? f16_to_f32(((const uint16_t *)from)[i])
+                                   : bf16_to_f32(((const uint16_t *)from)[i]);
+}
+
+/* [n, length, d] to the rows [length, n, d] of a step. */
+static float *rows_of(const struct pages *pages, const float *x)
+{
+    float *rows = allocate(pages->n * pages->length * pages->d, sizeof *rows);
+
+    for (size_t i = 0; i < pages->n; i++)
+        for (size_t t = 0; t < pages->length; t++)
+            memcpy(rows + (t * pages->n + i) * pages->d, x + (i * pages->length + t) * pages->d,
+                   pages->d * sizeof *rows);
+    return rows;
+}
+
+static float *read_parts(struct backend *backend, const struct pages *pages, enum page_part part,
+                         size_t elements)
+{
+    float *out = allocate(pages->n * elements, sizeof *out);
+    float *stored = allocate(elements, sizeof *stored);
+    struct page page = {0, SLOT_FACTOR};
+
+    for (size_t i = 0; i < pages->n; i++) {
+        ck_assert_int_eq(backend_cpu.read(backend, page, 0, i, pages->length, part, stored),
+                         PKV_OK);
+        widen(pages->dtype, elements, stored, out + i * elements);
+    }
+    free(stored);
+    return out;
+}
+
+static pkv_status factorize(struct pages *pages)
+{
+    struct memory memory;
+    struct message message = {""};
+    struct geometry geometry = {
+        .layers = 1,
+        .query_heads = pages->n,
+        .kv_heads = pages->n,
+        .head_dim = pages->d,
+        .policy = {pages->length, 0, 0, true},
+        .rank_k = &pages->rank_k,
+        .rank_v = &pages->rank_v,
+        .factors_k = PKV_FACTORS_NATIVE,
+        .factors_v = PKV_FACTORS_NATIVE,
+        .dtype = pages->dtype,
+        .element_bytes = pages->dtype == PKV_F32 ? 4 : 2,
+        .softmax_scale = 1,
+    };
+    struct page_change change = {.to = {0, SLOT_FACTOR}, .new_tokens = pages->length};
+    struct backend_item item = {.new_tokens = pages->length, .changes = &change, .n_changes = 1};
+    struct backend_plan plan = {&item, 1, pages->length};
+    float *k = rows_of(pages, pages->k);
+    float *v = rows_of(pages, pages->v);
+    pkv_input input = {k, PKV_F32, pages->n * pages->d, pages->d};
+    pkv_step_io io = {.struct_size = sizeof io, .k = input, .v = input};
+    pkv_allocator standard = {0};
+    struct backend *backend;
+    pkv_status status;
+
+    io.v.data = v;
+    memory_init(&memory, &standard);
+    ck_assert_int_eq(backend_cpu.open(&geometry, 1, 1, NULL, 2, &memory, &message, &backend),
+                     PKV_OK);
+    ck_assert_int_eq(backend_cpu.step_begin(backend, &plan), PKV_OK);
+    status = backend_cpu.step_layer(backend, 0, &io);
+    if (status == PKV_OK) {
+        size_t length = pages->length;
+
+        pages->k_left = read_parts(backend, pages, PART_K_LEFT, length * pages->rank_k);
+        pages->k_right = read_parts(backend, pages, PART_K_RIGHT, pages->rank_k * pages->d);
+        pages->v_left = read_parts(backend, pages, PART_V_LEFT, length * pages->rank_v);
+        pages->v_right = read_parts(backend, pages, PART_V_RIGHT, pages->rank_v * pages->d);
+    }
+    backend_cpu.step_close(backend);
+    backend_cpu.close(backend);
+    ck_assert_uint_eq(memory.bytes, 0);
+    memcpy(pages->message, message.text, sizeof pages->message);
+    free(k);
+    free(v);
+    return status;
+}
+
+static void free_factors(struct pages *pages)
+{
+    free(pages->k_left);
+    free(pages->k_right);
+    free(pages->v_left);
+    free(pages->v_right);
+}
+
+/* ---- What factors must be ---- */
+
+static double squared_norm(size_t n, const float *x)
+{
+    double sum = 0;
+
+    for (size_t i = 0; i < n; i++)
+        sum += (double)x[i] * x[i];
+    return sum;
+}
+
+static double squared_error(size_t length, size_t d, size_t rank, const float *x, const float *left,
+                            const float *right)
+{
+    double error = 0;
+
+    for (size_t t = 0; t < length; t++) {
+        for (size_t i = 0; i < d; i++) {
+            double y = x[t * d + i];
+
+            for (size_t c = 0; c < rank; c++)
+                y -= (double)left[t * rank + c] * right[c * d + i];
+            error += y * y;
+        }
+    }
+    return error;
+}
+
+static double bound(double optimum, double norm)
+{
+    return fmax(1.0001 * optimum, optimum + 1e-6 * norm);
+}
+
+/*
+ * Columns of L orthonormal and signed, R = L^T X with descending norms, its rows 0 from `carrying`
+ * on. L as rounded to f32, so each to a few 2^-24.
+ */
+static void check_form(size_t length, size_t d, size_t rank, size_t carrying, const float *x,
+                       const float *left, const float *right)
+{
+    double norm = sqrt(squared_norm(length * d, x));
+    double previous = INFINITY;
+
+    for (size_t a = 0; a < rank; a++) {
+        double row = squared_norm(d, right + a * d);
+        double positive = 0;
+        double negative = 0;
+
+        for (size_t b = 0; b <= a; b++) {
+            double dot = 0;
+
+            for (size_t t = 0; t < length; t++)
+                dot += (double)left[t * rank + a] * left[t * rank + b];
+            require(fabs(dot - (a == b)) <= 1e-6);
+        }
+        /* A tie may be one after rounding alone. */
+        for (size_t t = 0; t < length; t++) {
+            positive = fmax(positive, left[t * rank + a]);
+            negative = fmax(negative, -left[t * rank + a]);
+        }
+        require(positive >= negative * (1 - 1e-6));
+        if (a >= carrying) {
+            require(row == 0);
+            continue;
+        }
+        require(row > 0);
+        require(sqrt(row) <= previous + 1e-6 * norm);
+        previous = sqrt(row);
+        for (size_t i = 0; i < d; i++) {
+            double dot = 0;
+
+            for (size_t t = 0; t < length; t++)
+                dot += (double)left[t * rank + a] * x[t * d + i];
+            require(fabs(dot - right[a * d + i]) <= 1e-6 * norm);
+        }
+    }
+}
+
+/* ---- Real pages ---- */
+
+static float *read_floats(const char *name, size_t count)
+{
+    const char *data = getenv("PUZZLEKV_TEST_DATA");
+    float *x = allocate(count, sizeof *x);
+    char path[1024];
+    FILE *file;
+
+    ck_assert_ptr_nonnull(data);
+    snprintf(path, sizeof path, "%s/%s", data, name);
+    file = fopen(path, "rb");
+    ck_assert_ptr_nonnull(file);
+    ck_assert_uint_eq(fread(x, sizeof *x, count, file), count);
+    fclose(file);
+    return x;
+}
+
+static json_t *read_json(const char *name)
+{
+    char path[1024];
+    json_t *json;
+
+    snprintf(path, sizeof path, "%s/%s", getenv("PUZZLEKV_TEST_DATA"), name);
+    json = json_load_file(path, 0, NULL);
+    ck_assert_ptr_nonnull(json);
+    return json;
+}
+
+enum { REAL_PAGES = 36, REAL_LENGTH = 32, REAL_DIM = 64 };
+
+/* The listed optima by kind ("keys", "values"), rank and page. */
+static double optimum_of(const json_t *json, const char *kind, const char *rank, size_t page)
+{
+    const json_t *list = json_object_get(
+        json_object_get(json_object_get(json, "optimal_squared_error"), kind), rank);
+
+    ck_assert_uint_eq(json_array_size(list), REAL_PAGES);
+    return json_real_value(json_array_get(list, page));
+}
+
+static double norm_of(const json_t *json, const char *kind, size_t page)
+{
+    return json_real_value(
+        json_array_get(json_object_get(json_object_get(json, "squared_norm"), kind), page));
+}
+
+START_TEST(real_pages)
+{
+    json_t *json = read_json("pages/expected.json");
+    json_t *ranks = json_object_get(json_object_get(json, "optimal_squared_error"), "keys");
+    const size_t page_elements = REAL_LENGTH * REAL_DIM;
+    float *k = read_floats("pages/keys.f32", REAL_PAGES * page_elements);
+    float *v = read_floats("pages/values.f32", REAL_PAGES * page_elements);
+    size_t n_ranks = 0;
+    const char *name;
+    json_t *unused;
+
+    json_object_foreach(ranks, name, unused)
+    {
+        size_t rank = (size_t)strtoul(name, NULL, 10);
+        struct pages pages = {REAL_PAGES, REAL_LENGTH, REAL_DIM, rank,
+                              rank,       PKV_F32,     .k = k,   .v = v};
+
+        n_ranks++;
+        ck_assert_int_eq(factorize(&pages), PKV_OK);
+        for (size_t i = 0; i < REAL_PAGES; i++) {
+            const float *x = k + i * page_elements;
+            const float *y = v + i * page_elements;
+            const float *left = pages.k_left + i * REAL_LENGTH * rank;
+            const float *right = pages.k_right + i * rank * REAL_DIM;
+            double error = squared_error(REAL_LENGTH, REAL_DIM, rank, x, left, right);
+
+            require(error <= bound(optimum_of(json, "keys", name, i), norm_of(json, "keys", i)));
+            check_form(REAL_LENGTH, REAL_DIM, rank, rank, x, left, right);
+
+            left = pages.v_left + i * REAL_LENGTH * rank;
+            right = pages.v_right + i * rank * REAL_DIM;
+            error = squared_error(REAL_LENGTH, REAL_DIM, rank, y, left, right);
+            require(error <=
+                    bound(optimum_of(json, "values", name, i), norm_of(json, "values", i)));
+        }
+        free_factors(&pages);
+    }
+    ck_assert_uint_eq(n_ranks, 6);
+    free(k);
+    free(v);
+    json_decref(json);
+}
+END_TEST
+
+/* ---- Made-up pages ---- */
+
+/* Eigenvalues of X X^T by cyclic Jacobi rotations, descending: slow, and nothing of LAPACK. */
+static void eigenvalues(size_t length, size_t d, const float *x, double *values)
+{
+    double *g = allocate(length * length, sizeof *g);
+
+    for (size_t i = 0; i < length; i++)
+        for (size_t j = 0; j < length; j++)
+            for (size_t p = 0; p < d; p++)
+                g[i * length + j] += (double)x[i * d + p] * x[j * d + p];
+    for (int sweep = 0; sweep < 10; sweep++) {
+        for (size_t p = 0; p < length; p++) {
+            for (size_t q = p + 1; q < length; q++) {
+                double theta =
+                    0.5 * atan2(2 * g[p * length + q], g[q * length + q] - g[p * length + p]);
+                double c = cos(theta);
+                double s = sin(theta);
+
+                for (size_t i = 0; i < length; i++) {
+                    double a = g[i * length + p];
+                    double b = g[i * length + q];
+
+                    g[i * length + p] = c * a - s * b;
+                    g[i * length + q] = s * a + c * b;
+                }
+                for (size_t i = 0; i < length; i++) {
+                    double a = g[p * length + i];
+                    double b = g[q * length + i];
+
+                    g[p * length + i] = c * a - s * b;
+                    g[q * length + i] = s * a + c * b;
+                }
+            }
+        }
+    }
+    for (size_t i = 0; i < length; i++) {
+        double value = g[i * length + i];
+        size_t at = i;
+
+        for (; at > 0 && values[at - 1] < value; at--)
+            values[at] = values[at - 1];
+        values[at] = value;
+    }
+    free(g);
+}
+
+enum kind { RANDOM, ZERO, CONSTANT, DEFICIENT, DUPLICATE, GRADED, ONE_ROW, KINDS };
+
+/* Returns the page's rank where that follows from its kind, else 0: for eigenvalues() to find. */
+static size_t make_page(enum kind kind, size_t length, size_t d, float scale, float *x)
+{
+    for (size_t i = 0; i < length * d; i++)
+        x[i] = scale * random_float();
+    switch (kind) {
+    case ZERO:
+        memset(x, 0, length * d * sizeof *x);
+        break;
+    case CONSTANT:
+        for (size_t i = 0; i < length * d; i++)
+            x[i] = scale;
+        return 1;
+    case DEFICIENT: /* exact sums of three rows, with small integers */
+        for (size_t i = 0; i < 3 * d; i++)
+            x[i] = scale * rintf(8 * random_float());
+        for (size_t t = 3; t < length; t++) {
+            float a = rintf(4 * random_float());
+            float b = rintf(4 * random_float());
+
+            for (size_t i = 0; i < d; i++)
+                x[t * d + i] = a * x[i] + b * x[d + i] + x[2 * d + i];
+        }
+        return 3;
+    case DUPLICATE:
+        for (size_t t = 1; t < length; t += 2)
+            memcpy(x + t * d, x + (t - 1) * d, d * sizeof *x);
+        break;
+    case GRADED:
+        for (size_t t = 0; t < length; t++)
+            for (size_t i = 0; i < d; i++)
+                x[t * d + i] *= powf(0.75f, (float)(t % 16));
+        break;
+    case ONE_ROW:
+        memset(x, 0, length * d * sizeof *x);
+        for (size_t i = 0; i < d; i++)
+            x[(length - 1) * d + i] = -scale;
+        return 1;
+    default:
+        break;
+    }
+    return 0;
+}
+
+static void check_made_up(enum kind kind, size_t length, size_t d, size_t rank, float scale)
+{
+    float *x = allocate(length * d, sizeof *x);
+    double *values = allocate(length, sizeof *values);
+    size_t carrying = make_page(kind, length, d, scale, x);
+    struct pages pages = {1, length, d, rank, rank, PKV_F32, .k = x, .v = x};
+    double norm = squared_norm(length * d, x);
+    double optimum = 0;
+    double error;
+
+    if (carrying == 0 || carrying > rank) {
+        eigenvalues(length, d, x, values);
+        for (size_t i = rank; i < length; i++)
+            optimum += fmax(values[i], 0);
+        while (carrying < rank && values[carrying] > 0x1p-24 * values[0])
+            carrying++;
+    }
+    ck_assert_int_eq(factorize(&pages), PKV_OK);
+    error = squared_error(length, d, rank, x, pages.k_left, pages.k_right);
+    if (!(error <= bound(optimum, norm)))
+        ck_abort_msg("kind %d, P %zu, d %zu, rank %zu, scale %g: error %g, optimum %g of %g", kind,
+                     length, d, rank, scale, error, optimum, norm);
+    check_form(length, d, rank, carrying < rank ? carrying : rank, x, pages.k_left, pages.k_right);
+    /* The same page as values: the same bits, in another layout. */
+    require(memcmp(pages.k_left, pages.v_left, length * rank * sizeof *x) == 0);
+    require(memcmp(pages.k_right, pages.v_right, rank * d * sizeof *x) == 0);
+    free_factors(&pages);
+    free(values);
+    free(x);
+}
+
+START_TEST(made_up_pages)
+{
+    static const size_t shapes[][3] = {{8, 8, 1},    {8, 8, 8},     {8, 64, 5},
+                                       {16, 8, 8},   {32, 128, 16}, {32, 128, 14},
+                                       {40, 24, 24}, {64, 72, 33},  {64, 64, 64}};
+    static const float scales[] = {1, 1e-15f, 1e15f};
+
+    random_state = (uint64_t)_i;
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (size_t j = 0; j < sizeof scales / sizeof *scales; j++)
+            check_made_up((enum kind)_i, shapes[i][0], shapes[i][1], shapes[i][2], scales[j]);
+}
+END_TEST
+
+START_TEST(largest_pages)
+{
+    random_state = 7;
+    check_made_up(DEFICIENT, 256, 256, 14, 1);
+    check_made_up(CONSTANT, 256, 1024, 256, 1);
+    check_made_up(DEFICIENT, 248, 8, 8, 1e-30f);
+}
+END_TEST
+
+/* ---- Storage types, modes, faults ---- */
+
+static float *random_page(size_t length, size_t d)
+{
+    float *x = allocate(length * d, sizeof *x);
+
+    random_state = 11;
+    make_page(RANDOM, length, d, 1, x);
+    for (size_t i = 0; i < length * d; i++)
+        x[i] = bf16_to_f32(bf16_from_f32(x[i]));
+    return x;
+}
+
+/* What f16 and bf16 caches hold are an f32 cache's factors, rounded once. */
+START_TEST(rounded_factors)
+{
+    enum { LENGTH = 32, DIM = 40, RANK_K = 9, RANK_V = 7 };
+    float *x = random_page(LENGTH, DIM);
+
+    for (int type = PKV_F16; type <= PKV_BF16; type++) {
+        float y[LENGTH * DIM];
+        struct pages stored = {1, LENGTH, DIM, RANK_K, RANK_V, (pkv_dtype)type, .k = y, .v = y};
+        struct pages wide = {1, LENGTH, DIM, RANK_K, RANK_V, PKV_F32, .k = y, .v = y};
+
+        /* The page itself is rounded before it is factorized. */
+        for (size_t i = 0; i < LENGTH * DIM; i++)
+            y[i] = type == PKV_F16 ? f16_to_f32(f16_from_f32(x[i])) : x[i];
+        ck_assert_int_eq(factorize(&wide), PKV_OK);
+        ck_assert_int_eq(factorize(&stored), PKV_OK);
+        for (size_t i = 0; i < LENGTH * RANK_K; i++) {
+            float a = wide.k_left[i];
+
+            a = type == PKV_F16 ? f16_to_f32(f16_from_f32(a)) : bf16_to_f32(bf16_from_f32(a));
+            require(stored.k_left[i] == a);
+        }
+        for (size_t i = 0; i < RANK_V * DIM; i++) {
+            float a = wide.v_right[i];
+
+            a = type == PKV_F16 ? f16_to_f32(f16_from_f32(a)) : bf16_to_f32(bf16_from_f32(a));
+            require(stored.v_right[i] == a);
+        }
+        free_factors(&stored);
+        free_factors(&wide);
+    }
+    free(x);
+}
+END_TEST
+
+/* The caller's rounding mode and flush-to-zero change no bit and are left as they were. */
+START_TEST(modes_of_the_caller)
+{
+    enum { LENGTH = 16, DIM = 24, RANK = 6 };
+    float *x = random_page(LENGTH, DIM);
+    struct pages plain = {1, LENGTH, DIM, RANK, RANK, PKV_F32, .k = x, .v = x};
+    struct pages changed = plain;
+
+    for (size_t i = 0; i < LENGTH * DIM; i++)
+        x[i] *= 0x1p-127f; /* subnormal pages and factors */
+    ck_assert_int_eq(factorize(&plain), PKV_OK);
+    require(squared_norm(RANK * DIM, plain.k_right) > 0);
+    fesetround(FE_UPWARD);
+#ifdef __SSE__
+    _mm_setcsr(_mm_getcsr() | 0x8040); /* flush results, take subnormal operands as 0 */
+    unsigned modes = _mm_getcsr() & 0xffc0u;
+#endif
+    pkv_status status = factorize(&changed);
+#ifdef __SSE__
+    unsigned after = _mm_getcsr() & 0xffc0u;
+    _mm_setcsr(_mm_getcsr() & ~0x8040u);
+    ck_assert_uint_eq(after, modes);
+#endif
+    ck_assert_int_eq(fegetround(), FE_UPWARD);
+    fesetround(FE_TONEAREST);
+    ck_assert_int_eq(status, PKV_OK);
+    require(memcmp(plain.k_left, changed.k_left, LENGTH * RANK * sizeof *x) == 0);
+    require(memcmp(plain.k_right, changed.k_right, RANK * DIM * sizeof *x) == 0);
+    require(memcmp(plain.v_left, changed.v_left, LENGTH * RANK * sizeof *x) == 0);
+    require(memcmp(plain.v_right, changed.v_right, RANK * DIM * sizeof *x) == 0);
+    free_factors(&plain);
+    free_factors(&changed);
+    free(x);
+}
+END_TEST
+
+/* A page in range whose factor is not: the first such head is named, K before V. */
+START_TEST(factors_overflow)
+{
+    enum { HEADS = 3, LENGTH = 16, DIM = 8 };
+    float k[HEADS * LENGTH * DIM], v[HEADS * LENGTH * DIM];
+    struct pages pages = {HEADS, LENGTH, DIM, 2, 2, PKV_F16, .k = k, .v = v};
+
+    for (size_t i = 0; i < HEADS * LENGTH * DIM; i++) {
+        k[i] = i / (LENGTH * DIM) == 2 ? 40000 : 1;
+        v[i] = i / (LENGTH * DIM) == 1 ? 40000 : 1;
+    }
+    ck_assert_int_eq(factorize(&pages), PKV_ERROR_VALUE);
+    ck_assert_ptr_nonnull(strstr(pages.message, "layer 0, KV head 1, page 0: V"));
+    for (size_t i = 0; i < HEADS * LENGTH * DIM; i++)
+        k[i] = i / (LENGTH * DIM) == 1 ? 40000 : 1;
+    ck_assert_int_eq(factorize(&pages), PKV_ERROR_VALUE);
+    ck_assert_ptr_nonnull(strstr(pages.message, "layer 0, KV head 1, page 0: K"));
+    pages.dtype = PKV_BF16;
+    ck_assert_int_eq(factorize(&pages), PKV_OK);
+    free_factors(&pages);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("factorize");
+    TCase *test = tcase_create("factorize");
+
+    tcase_add_test(test, real_pages);
+    tcase_add_loop_test(test, made_up_pages, 0, KINDS);
+    tcase_add_test(test, largest_pages);
+    tcase_add_test(test, rounded_factors);
+    tcase_add_test(test, modes_of_the_caller);
+    tcase_add_test(test, factors_overflow);
+    suite_add_tcase(suite, test);
+
+    SRunner *runner = srunner_create(suite);
+
+    srunner_run_all(runner, CK_NORMAL);
+
+    int failed = srunner_ntests_failed(runner);
+
+    srunner_free(runner);
+    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}

@@ -1,0 +1,504 @@
+/* SPDX-License-Identifier: MIT */
+/* cpu/kernels_*.c: every instruction set of this machine against f64 and against generic. */
+#include "dispatch.h"
+#include "numeric.h"
+
+#include <check.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const struct kernels *available[DISPATCH_MAX];
+static size_t n_available;
+
+/* As ck_assert(), which writes to a pipe even when all is well: too slow for millions. */
+#define require(condition, kernels)                                                                \
+    do {                                                                                           \
+        if (!(condition))                                                                          \
+            ck_abort_msg("%s: %s", (kernels)->name, #condition);                                   \
+    } while (0)
+
+static uint64_t random_state;
+
+static uint32_t random_u32(void)
+{
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(random_state >> 32);
+}
+
+/* In -1 .. 1. */
+static float random_float(void)
+{
+    return (float)(int32_t)random_u32() * 0x1p-31f;
+}
+
+static size_t pick(const size_t *values, size_t n)
+{
+    return values[random_u32() % n];
+}
+
+#define PICK(values) pick(values, sizeof(values) / sizeof *(values))
+
+static size_t type_bytes(pkv_dtype dtype)
+{
+    return dtype == PKV_F32 ? 4 : 2;
+}
+
+static void put(void *array, pkv_dtype dtype, size_t i, float x)
+{
+    if (dtype == PKV_F32)
+        ((float *)array)[i] = x;
+    else
+        ((uint16_t *)array)[i] = dtype == PKV_F16 ? f16_from_f32(x) : bf16_from_f32(x);
+}
+
+static float get(const void *array, pkv_dtype dtype, size_t i)
+{
+    if (dtype == PKV_F32)
+        return ((const float *)array)[i];
+    return dtype == PKV_F16 ? f16_to_f32(((const uint16_t *)array)[i])
+                            : bf16_to_f32(((const uint16_t *)array)[i]);
+}
+
+static void *allocate(size_t bytes)
+{
+    void *p = malloc(bytes);
+
+    ck_assert_ptr_nonnull(p);
+    return p;
+}
+
+/* ---- Product ---- */
+
+struct product_case {
+    pkv_dtype dtype;
+    size_t rows, k, n, lda, ldb, ldc;
+    float *a;
+    void *b;        /* ends exactly where the contract says that reads end */
+    float *widened; /* b in f32 */
+    float *scale;   /* or NULL */
+    float *before;  /* c before the product */
+};
+
+static struct product_case make_product(pkv_dtype dtype)
+{
+    static const size_t rows[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 24, 33};
+    static const size_t depths[] = {1, 2, 5, 8, 14, 16, 32, 61, 64, 128, 256};
+    static const size_t columns[] = {1, 3, 8, 9, 13, 14, 16, 17, 24, 31, 32, 40, 64, 72, 128, 136};
+    struct product_case x = {.dtype = dtype};
+    bool scaled = random_u32() % 2;
+
+    x.rows = PICK(rows);
+    x.k = PICK(depths);
+    x.n = PICK(columns);
+    x.lda = x.k + random_u32() % 3;
+    x.ldb = x.n + random_u32() % 3;
+    x.ldc = kernels_padded(x.n) + random_u32() % 3;
+    x.a = allocate(x.rows * x.lda * sizeof *x.a);
+    x.before = allocate(x.rows * x.ldc * sizeof *x.before);
+    for (size_t i = 0; i < x.rows * x.lda; i++)
+        x.a[i] = random_float();
+    for (size_t i = 0; i < x.rows * x.ldc; i++)
+        x.before[i] = random_float();
+
+    size_t elements = (x.k - 1) * x.ldb + kernels_padded(x.n);
+
+    x.b = allocate(elements * type_bytes(dtype));
+    x.widened = allocate(elements * sizeof *x.widened);
+    for (size_t i = 0; i < elements; i++) {
+        /* What lies between and after the rows must not matter. */
+        put(x.b, dtype, i, i % x.ldb < x.n && i / x.ldb < x.k ? random_float() : NAN);
+        x.widened[i] = get(x.b, dtype, i);
+    }
+    if (scaled) {
+        x.scale = allocate(x.rows * sizeof *x.scale);
+        for (size_t i = 0; i < x.rows; i++)
+            x.scale[i] = random_float();
+    }
+    return x;
+}
+
+static void free_product(struct product_case *x)
+{
+    free(x->a);
+    free(x->b);
+    free(x->widened);
+    free(x->scale);
+    free(x->before);
+}
+
+static float *run_product(const struct kernels *kernels, const struct product_case *x,
+                          pkv_dtype dtype, const void *b)
+{
+    size_t bytes = x->rows * x->ldc * sizeof *x->before;
+    float *c = allocate(bytes);
+
+    memcpy(c, x->before, bytes);
+    kernels->product[dtype](x->rows, x->k, x->n, x->a, x->lda, b, x->ldb, x->scale, c, x->ldc);
+    return c;
+}
+
+/* Against f64: each of the k + 1 roundings is at most 2^-24 of a partial sum, which is at most the
+ * sum of magnitudes. */
+static void check_product(const struct kernels *kernels, const struct product_case *x,
+                          const float *c)
+{
+    for (size_t i = 0; i < x->rows; i++) {
+        for (size_t j = 0; j < x->n; j++) {
+            double sum = x->scale ? (double)x->scale[i] * x->before[i * x->ldc + j] : 0;
+            double magnitude = fabs(sum);
+
+            for (size_t p = 0; p < x->k; p++) {
+                double term = (double)x->a[i * x->lda + p] * get(x->b, x->dtype, p * x->ldb + j);
+
+                sum += term;
+                magnitude += fabs(term);
+            }
+            require(fabs(c[i * x->ldc + j] - sum) <= (double)(2 * x->k + 2) * 0x1p-24 * magnitude,
+                    kernels);
+        }
+    }
+}
+
+/* A row's bits depend neither on the rows beside it nor on the type that b is stored in. */
+static void check_rows(const struct kernels *kernels, const struct product_case *x, const float *c)
+{
+    float *widened = run_product(kernels, x, PKV_F32, x->widened);
+
+    for (size_t i = 0; i < x->rows; i++) {
+        struct product_case one = *x;
+
+        require(memcmp(widened + i * x->ldc, c + i * x->ldc, x->n * sizeof *c) == 0, kernels);
+        one.rows = 1;
+        one.a += i * x->lda;
+        one.before += i * x->ldc;
+        one.scale = x->scale ? x->scale + i : NULL;
+
+        float *row = run_product(kernels, &one, x->dtype, x->b);
+
+        require(memcmp(row, c + i * x->ldc, x->n * sizeof *c) == 0, kernels);
+        free(row);
+    }
+    free(widened);
+}
+
+START_TEST(products)
+{
+    const struct kernels *kernels = available[_i / 3];
+
+    random_state = (uint64_t)_i;
+    for (int repeat = 0; repeat < 300; repeat++) {
+        struct product_case x = make_product((pkv_dtype)(_i % 3));
+        float *c = run_product(kernels, &x, x.dtype, x.b);
+
+        check_product(kernels, &x, c);
+        check_rows(kernels, &x, c);
+        free(c);
+        free_product(&x);
+    }
+}
+END_TEST
+
+/* ---- Softmax and merge ---- */
+
+#define SOFTMAX_ROWS 21
+#define SOFTMAX_PAD  32
+
+/* Running states over several pages against f64 on all scores at once. */
+START_TEST(softmax_states)
+{
+    static const size_t columns[] = {1, 7, 8, 15, 16, 24, 32, 33, 64, 256};
+    const struct kernels *kernels = available[_i];
+    float m[SOFTMAX_PAD], l[SOFTMAX_PAD], scale[SOFTMAX_PAD];
+    double reference_m[SOFTMAX_ROWS], reference_l[SOFTMAX_ROWS];
+
+    random_state = (uint64_t)_i;
+    for (int repeat = 0; repeat < 200; repeat++) {
+        size_t n = PICK(columns);
+        size_t lds = kernels_padded(n) + random_u32() % 2;
+        size_t bytes = SOFTMAX_ROWS * lds * sizeof(float);
+        float *s = allocate(bytes);
+        float *before = allocate(bytes);
+        uint32_t valid[SOFTMAX_ROWS];
+        bool masked = random_u32() % 2;
+
+        if (repeat % 5 == 0)
+            for (size_t i = 0; i < SOFTMAX_ROWS; i++) {
+                m[i] = -INFINITY;
+                l[i] = 0;
+                reference_m[i] = -INFINITY;
+                reference_l[i] = 0;
+            }
+        for (size_t i = 0; i < SOFTMAX_ROWS * lds; i++)
+            s[i] = i % lds < n ? 20 * random_float() : NAN;
+        for (size_t i = 0; i < SOFTMAX_ROWS; i++) {
+            valid[i] = masked ? 1 + random_u32() % (uint32_t)n : (uint32_t)n;
+            for (size_t j = valid[i]; j < n; j++)
+                s[i * lds + j] = j % 2 ? 1e30f : NAN; /* unseen */
+        }
+        memcpy(before, s, bytes);
+        kernels->softmax(SOFTMAX_ROWS, n, masked ? valid : NULL, s, lds, m, l, scale);
+        for (size_t i = 0; i < SOFTMAX_ROWS; i++) {
+            double largest = reference_m[i];
+            double sum = 0;
+
+            for (size_t j = 0; j < valid[i]; j++)
+                largest = fmax(largest, before[i * lds + j]);
+            require(m[i] == largest, kernels);
+            require(fabs(scale[i] - exp(reference_m[i] - largest)) <= 3e-7, kernels);
+            for (size_t j = 0; j < n; j++) {
+                double p = j < valid[i] ? exp(before[i * lds + j] - largest) : 0;
+
+                /* The argument, up to 40, is rounded to 2^-19 before exp. */
+                require(fabs(s[i * lds + j] - p) <= 4e-6 * p, kernels);
+                sum += p;
+            }
+            reference_l[i] = reference_l[i] * exp(reference_m[i] - largest) + sum;
+            reference_m[i] = largest;
+            require(fabs(l[i] - reference_l[i]) <= 1e-5 * reference_l[i], kernels);
+        }
+        free(s);
+        free(before);
+    }
+}
+END_TEST
+
+/* exp(x) through a row (0, x): x - m is exact, so what is left is exp's own error. */
+START_TEST(exponential)
+{
+    const struct kernels *kernels = available[_i];
+    const int steps = 200000;
+    int zeros = 0;
+
+    for (int i = 0; i < steps; i++) {
+        float s[16] = {0, -120.0f * (float)i / (float)steps};
+        float m[16] = {-INFINITY}, l[16] = {0}, scale[16];
+        double exact = exp((double)s[1]);
+
+        kernels->softmax(1, 2, NULL, s, 16, m, l, scale);
+        require(s[0] == 1.0f, kernels);
+        if (exact < 0x1.0001p-126) {
+            require(s[1] == 0.0f || exact > 0x1.fffep-127, kernels);
+            zeros += s[1] == 0.0f;
+        } else {
+            require(fabs(s[1] - exact) <= 0x1p-22 * exact, kernels);
+        }
+    }
+    ck_assert_int_gt(zeros, 0);
+}
+END_TEST
+
+START_TEST(merged_states)
+{
+    const struct kernels *kernels = available[_i];
+    enum { ROWS = 5, LDO = 144 };
+    static const size_t columns[] = {1, 8, 16, 24, 64, 136};
+    float o[ROWS * LDO], o2[ROWS * LDO], before[ROWS * LDO];
+
+    random_state = (uint64_t)_i;
+    for (int repeat = 0; repeat < 100; repeat++) {
+        size_t n = PICK(columns);
+        float m[ROWS], l[ROWS], m2[ROWS], l2[ROWS], m1[ROWS], l1[ROWS];
+
+        for (size_t i = 0; i < ROWS * LDO; i++) {
+            before[i] = o[i] = random_float();
+            o2[i] = random_float();
+        }
+        for (size_t i = 0; i < ROWS; i++) {
+            m1[i] = m[i] = 10 * random_float();
+            l1[i] = l[i] = 1 + fabsf(random_float());
+            m2[i] = i == 0 ? m[i] : 10 * random_float();
+            l2[i] = 1 + fabsf(random_float());
+        }
+        kernels->merge(ROWS, n, m, l, o, m2, l2, o2, LDO);
+        for (size_t i = 0; i < ROWS; i++) {
+            double largest = fmax(m1[i], m2[i]);
+            double a = exp(m1[i] - largest);
+            double b = exp(m2[i] - largest);
+
+            require(m[i] == largest, kernels);
+            require(fabs(l[i] - (a * l1[i] + b * l2[i])) <= 4e-6 * l[i], kernels);
+            for (size_t j = 0; j < n; j++) {
+                double exact = a * before[i * LDO + j] + b * o2[i * LDO + j];
+
+                require(fabs(o[i * LDO + j] - exact) <= 4e-6, kernels);
+            }
+        }
+    }
+}
+END_TEST
+
+/* ---- Conversions ---- */
+
+/* The value of a 16-bit float from its definition. */
+static double value_of(uint16_t h, int mantissa_bits, int bias)
+{
+    int exponent = (h & 0x7fff) >> mantissa_bits;
+    int mantissa = h & ((1 << mantissa_bits) - 1);
+    int most = 0x7fff >> mantissa_bits;
+    double value = exponent == most ? (mantissa ? NAN : INFINITY)
+                   : exponent == 0
+                       ? ldexp(mantissa, 1 - bias - mantissa_bits)
+                       : ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
+
+    return h & 0x8000 ? -value : value;
+}
+
+START_TEST(all_values_widen)
+{
+    const struct kernels *kernels = available[_i];
+    static const size_t counts[] = {1, 2, 3, 5, 8, 13, 17, 31, 64, 100};
+
+    for (int type = PKV_F16; type <= PKV_BF16; type++) {
+        size_t n;
+
+        random_state = 1;
+        for (size_t first = 0; first < 65536; first += n) {
+            uint16_t *h;
+            float x[101];
+
+            n = PICK(counts);
+            n = n < 65536 - first ? n : 65536 - first;
+            h = allocate(n * sizeof *h);
+            for (size_t i = 0; i < n; i++)
+                h[i] = (uint16_t)(first + i);
+            x[n] = 42;
+            kernels->to_f32[type](n, h, x);
+            require(x[n] == 42, kernels);
+            for (size_t i = 0; i < n; i++) {
+                double value = type == PKV_F16 ? value_of(h[i], 10, 15) : value_of(h[i], 7, 127);
+
+                require(isnan(value) ? isnan(x[i])
+                                     : x[i] == value && !signbit(x[i]) == !signbit(value),
+                        kernels);
+            }
+            free(h);
+        }
+    }
+}
+END_TEST
+
+/* The nearest of the two neighbours, the even one on a tie; as IEEE 754 says overflow begins half
+ * a unit above the largest finite value. */
+static bool is_nearest(float x, uint16_t h, int mantissa_bits, int bias)
+{
+    uint16_t infinity = (uint16_t)(0x8000 - (1 << mantissa_bits));
+    uint16_t magnitude = h & 0x7fff;
+    double value = fabs((double)x);
+    double unit = ldexp(1, (0x7fff >> mantissa_bits) - 1 - bias - mantissa_bits);
+    double limit = ldexp(1, (0x7fff >> mantissa_bits) - bias) - unit / 2;
+
+    if (isnan(x))
+        return magnitude > infinity;
+    if (!signbit(x) != !(h & 0x8000))
+        return false;
+    if (value >= limit)
+        return magnitude == infinity;
+    if (magnitude >= infinity)
+        return false;
+
+    double error = fabs(value_of(magnitude, mantissa_bits, bias) - value);
+    double above = magnitude + 1 < infinity
+                       ? value_of((uint16_t)(magnitude + 1), mantissa_bits, bias) - value
+                       : INFINITY;
+    double below =
+        magnitude > 0 ? value - value_of((uint16_t)(magnitude - 1), mantissa_bits, bias) : INFINITY;
+
+    return error <= above && error <= below &&
+           (magnitude % 2 == 0 || (error < above && error < below));
+}
+
+START_TEST(narrowing_rounds_to_nearest_even)
+{
+    const struct kernels *kernels = available[_i];
+    float x[67];
+    uint16_t h[68];
+
+    random_state = (uint64_t)_i;
+    for (int repeat = 0; repeat < 20000; repeat++) {
+        size_t n = 1 + random_u32() % 67;
+
+        for (size_t i = 0; i < n; i++) {
+            uint32_t bits = random_u32();
+
+            /* Any value; halfway between two of a type or next to it; an f16's range. */
+            if (repeat % 4 == 1)
+                bits = (bits & 0xffff0000u) | (0x7fffu + random_u32() % 3);
+            else if (repeat % 4 == 2)
+                bits = (bits & 0xffffe000u) | (0x0fffu + random_u32() % 3);
+            if (repeat % 2 == 0)
+                bits = (bits & 0x87ffffffu) + 0x32000000u + (random_u32() % 3 << 27);
+            x[i] = f32_from_bits(bits);
+        }
+        for (int type = PKV_F16; type <= PKV_BF16; type++) {
+            h[n] = 0x1234;
+            kernels->from_f32[type](n, x, h);
+            require(h[n] == 0x1234, kernels);
+            for (size_t i = 0; i < n; i++)
+                require(type == PKV_F16 ? is_nearest(x[i], h[i], 10, 15)
+                                        : is_nearest(x[i], h[i], 7, 127),
+                        kernels);
+        }
+    }
+}
+END_TEST
+
+/* ---- Dispatch ---- */
+
+START_TEST(choice)
+{
+    const struct kernels *kernels;
+    struct message message;
+
+    ck_assert_str_eq(available[0]->name, "generic");
+    unsetenv("PUZZLEKV_ISA");
+    ck_assert_int_eq(dispatch_choose(NULL, &kernels, &message), PKV_OK);
+    ck_assert_ptr_eq(kernels, available[n_available - 1]);
+    setenv("PUZZLEKV_ISA", "", 1);
+    ck_assert_int_eq(dispatch_choose(NULL, &kernels, &message), PKV_OK);
+    ck_assert_ptr_eq(kernels, available[n_available - 1]);
+    for (size_t i = 0; i < n_available; i++) {
+        setenv("PUZZLEKV_ISA", available[i]->name, 1);
+        ck_assert_int_eq(dispatch_choose(NULL, &kernels, &message), PKV_OK);
+        ck_assert_ptr_eq(kernels, available[i]);
+        ck_assert_int_eq(dispatch_choose("generic", &kernels, &message), PKV_OK);
+        ck_assert_ptr_eq(kernels, available[0]);
+    }
+    setenv("PUZZLEKV_ISA", "mmx", 1);
+    ck_assert_int_eq(dispatch_choose(NULL, &kernels, &message), PKV_ERROR_UNSUPPORTED);
+    ck_assert_ptr_nonnull(strstr(message.text, "PUZZLEKV_ISA"));
+    ck_assert_int_eq(dispatch_choose("vax", &kernels, &message), PKV_ERROR_UNSUPPORTED);
+    ck_assert_ptr_nonnull(strstr(message.text, "vax"));
+    for (size_t i = 0; i < n_available; i++)
+        ck_assert_ptr_nonnull(strstr(message.text, available[i]->name));
+    ck_assert_int_eq(dispatch_choose("", &kernels, &message), PKV_ERROR_UNSUPPORTED);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("kernels");
+    TCase *test = tcase_create("kernels");
+    int n;
+
+    n_available = dispatch_available(available);
+    n = (int)n_available;
+    tcase_add_loop_test(test, products, 0, 3 * n);
+    tcase_add_loop_test(test, softmax_states, 0, n);
+    tcase_add_loop_test(test, exponential, 0, n);
+    tcase_add_loop_test(test, merged_states, 0, n);
+    tcase_add_loop_test(test, all_values_widen, 0, n);
+    tcase_add_loop_test(test, narrowing_rounds_to_nearest_even, 0, n);
+    tcase_add_test(test, choice);
+    suite_add_tcase(suite, test);
+
+    SRunner *runner = srunner_create(suite);
+
+    srunner_run_all(runner, CK_NORMAL);
+
+    int failed = srunner_ntests_failed(runner);
+
+    srunner_free(runner);
+    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}

@@ -1,0 +1,287 @@
+/* SPDX-License-Identifier: MIT */
+/* --kv specs: keys, defaults, ratios, canonical texts, and every refusal. */
+#include <check.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kv_spec.h"
+
+static struct kv_spec parsed(const char *text)
+{
+    struct kv_spec spec;
+    struct error error;
+
+    ck_assert_msg(kv_spec_parse(text, &spec, &error), "%s: %s", text, error.text);
+    return spec;
+}
+
+static void ck_assert_spec_eq(const struct kv_spec *a, const struct kv_spec *b)
+{
+    ck_assert_int_eq(a->policy, b->policy);
+    ck_assert_uint_eq(a->page_tokens, b->page_tokens);
+    ck_assert_uint_eq(a->sink_pages, b->sink_pages);
+    ck_assert_uint_eq(a->window_pages, b->window_pages);
+    ck_assert(a->ratio == b->ratio);
+    ck_assert_uint_eq(a->rank_k, b->rank_k);
+    ck_assert_uint_eq(a->rank_v, b->rank_v);
+}
+
+START_TEST(test_defaults)
+{
+    const struct kv_spec puzzle = {KV_PUZZLE, 32, 1, 1, 0, 16, 14};
+    const struct kv_spec raw = {KV_RAW, 32, 0, 0, 0, 0, 0};
+    struct kv_spec spec = parsed("puzzle");
+
+    ck_assert_spec_eq(&spec, &puzzle);
+    spec = parsed("raw");
+    ck_assert_spec_eq(&spec, &raw);
+}
+END_TEST
+
+START_TEST(test_every_key)
+{
+    const struct kv_spec all = {KV_PUZZLE, 64, 0, 3, 0, 40, 64};
+    const struct kv_spec some = {KV_PUZZLE, 32, 1, 1, 0, 16, 1};
+    const struct kv_spec raw = {KV_RAW, 256, 0, 0, 0, 0, 0};
+    struct kv_spec spec =
+        parsed("puzzle:rope=post,rv=64,window=3,page=64,sink=0,factors=native,rk=40");
+
+    ck_assert_spec_eq(&spec, &all);
+    spec = parsed("puzzle:rv=1");
+    ck_assert_spec_eq(&spec, &some);
+    spec = parsed("raw:page=256");
+    ck_assert_spec_eq(&spec, &raw);
+}
+END_TEST
+
+START_TEST(test_apply_sets_what_the_policy_decides)
+{
+    struct kv_spec puzzle = parsed("puzzle:page=64,rk=9,rv=8,sink=2,window=3");
+    struct kv_spec raw = parsed("raw:page=16");
+    struct error error;
+    pkv_config config = {.head_dim = 64, .layers = 5, .dtype = PKV_F16, .max_tokens = 77};
+
+    ck_assert(kv_spec_apply(&puzzle, &config, &error));
+    ck_assert_uint_eq(config.page_tokens, 64);
+    ck_assert_uint_eq(config.sink_pages, 2);
+    ck_assert_uint_eq(config.window_pages, 3);
+    ck_assert_int_eq(config.factors_k, PKV_FACTORS_NATIVE);
+    ck_assert_int_eq(config.factors_v, PKV_FACTORS_NATIVE);
+    ck_assert_uint_eq(config.rank_k, 9);
+    ck_assert_uint_eq(config.rank_v, 8);
+    ck_assert_uint_eq(config.layers, 5);
+    ck_assert_int_eq(config.dtype, PKV_F16);
+    ck_assert_uint_eq(config.max_tokens, 77);
+
+    ck_assert(kv_spec_apply(&raw, &config, &error));
+    ck_assert_uint_eq(config.page_tokens, 16);
+    ck_assert_int_eq(config.factors_k, PKV_FACTORS_NONE);
+    ck_assert_int_eq(config.factors_v, PKV_FACTORS_NONE);
+}
+END_TEST
+
+START_TEST(test_ratio_becomes_ranks)
+{
+    const struct {
+        const char *text;
+        size_t head_dim, rank_k, rank_v;
+    } cases[] = {
+        {"puzzle:ratio=0.586", 128, 16, 14},          /* 51.2 x 0.586 = 30.0 */
+        {"puzzle:ratio=0.586", 64, 13, 12},           /* 42.67 x 0.586 = 25.0; 13.3 */
+        {"puzzle:ratio=0.5", 128, 14, 12},            /* 25.6 -> 26; 13.87 */
+        {"puzzle:ratio=1", 128, 27, 24},              /* 51.2 -> 51; 27.2 */
+        {"puzzle:page=16,ratio=0.586", 128, 9, 8},    /* 28.44 x 0.586 = 16.7; 9.07 */
+        {"puzzle:page=8,ratio=1", 128, 8, 7},         /* 15.06 -> 15; 8: the page's all */
+        {"puzzle:ratio=5.86e-1,page=64", 128, 27, 23} /* 85.33 x 0.586 = 50.0; 26.67 */
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct kv_spec spec = parsed(cases[i].text);
+        pkv_config config = {.head_dim = cases[i].head_dim};
+        struct error error;
+
+        ck_assert_uint_eq(spec.rank_k, 0);
+        ck_assert_msg(kv_spec_apply(&spec, &config, &error), "%s", error.text);
+        ck_assert_uint_eq(config.rank_k, cases[i].rank_k);
+        ck_assert_uint_eq(config.rank_v, cases[i].rank_v);
+        ck_assert_uint_eq(spec.rank_k, cases[i].rank_k);
+        ck_assert_uint_eq(spec.rank_v, cases[i].rank_v);
+        ck_assert(spec.ratio == 0);
+    }
+}
+END_TEST
+
+START_TEST(test_the_default_ranks_do_not_depend_on_the_model)
+{
+    for (size_t dim = 16; dim <= 256; dim *= 2) {
+        struct kv_spec spec = parsed("puzzle");
+        pkv_config config = {.head_dim = dim};
+        struct error error;
+
+        ck_assert(kv_spec_apply(&spec, &config, &error));
+        ck_assert_uint_eq(config.rank_k, 16);
+        ck_assert_uint_eq(config.rank_v, 14);
+    }
+}
+END_TEST
+
+START_TEST(test_ranks_that_the_model_cannot_have)
+{
+    const struct {
+        const char *text;
+        size_t head_dim;
+    } cases[] = {
+        {"puzzle", 8},              /* 16 > d */
+        {"puzzle:rk=17,rv=1", 16},  /* r_K > d */
+        {"puzzle:rk=1,rv=17", 16},  /* r_V > d */
+        {"puzzle:ratio=0.01", 128}, /* 0.5 -> 1; r_K = 1, r_V = 0 */
+        {"puzzle:ratio=0.001", 64}, /* 0 */
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct kv_spec spec = parsed(cases[i].text);
+        pkv_config config = {.head_dim = cases[i].head_dim, .page_tokens = 1, .rank_k = 2};
+        struct error error;
+
+        ck_assert_msg(!kv_spec_apply(&spec, &config, &error), "%s", cases[i].text);
+        ck_assert_uint_eq(config.page_tokens, 1);
+        ck_assert_uint_eq(config.rank_k, 2);
+        ck_assert_ptr_nonnull(strstr(error.text, " 1 to "));
+    }
+}
+END_TEST
+
+START_TEST(test_canonical_text)
+{
+    const struct {
+        const char *text, *canonical;
+    } cases[] = {
+        {"puzzle", "puzzle:page=32,rk=16,rv=14,sink=1,window=1,factors=native,rope=post"},
+        {"puzzle:window=2,rk=3",
+         "puzzle:page=32,rk=3,rv=14,sink=1,window=2,factors=native,rope=post"},
+        {"puzzle:ratio=0.586",
+         "puzzle:page=32,rk=13,rv=12,sink=1,window=1,factors=native,rope=post"},
+        {"puzzle:sink=1000000,window=1000000,page=256,rk=64,rv=64",
+         "puzzle:page=256,rk=64,rv=64,sink=1000000,window=1000000,factors=native,rope=post"},
+        {"raw", "raw:page=32"},
+        {"raw:page=8", "raw:page=8"},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct kv_spec spec = parsed(cases[i].text);
+        struct kv_spec again;
+        pkv_config config = {.head_dim = 64};
+        char text[KV_SPEC_TEXT_BYTES];
+
+        ck_assert(kv_spec_apply(&spec, &config, NULL));
+        kv_spec_canonical(&spec, text);
+        ck_assert_str_eq(text, cases[i].canonical);
+        again = parsed(text);
+        ck_assert_spec_eq(&spec, &again);
+    }
+}
+END_TEST
+
+START_TEST(test_refusals)
+{
+    const struct {
+        const char *text, *says; /* a part of the error that says why */
+    } cases[] = {
+        {"", "unknown policy; there are: puzzle, raw"},
+        {":", "unknown policy"},
+        {"puzzl", "unknown policy"},
+        {"puzzles", "unknown policy"},
+        {"Puzzle", "unknown policy"},
+        {"puzzle,rk=3", "unknown policy"},
+        {"h2o", "does not have the policy \"h2o\"; it has: puzzle, raw"},
+        {"h2o:heavy=0.3", "does not have the policy \"h2o\""},
+        {"puzzle-int4", "does not have the policy \"puzzle-int4\""},
+        {"global-svd", "does not have the policy"},
+        {"puzzle:foo=1", "unknown key \"foo\"; puzzle has: page, rk"},
+        {"puzzle:RK=1", "unknown key \"RK\""},
+        {"puzzle:=1", "unknown key \"\""},
+        {"raw:rk=1", "unknown key \"rk\"; raw has: page"},
+        {"raw:sink=1", "unknown key \"sink\""},
+        {"puzzle:rk", "\"rk\" is not key=value"},
+        {"puzzle:rk=4,", "\"\" is not key=value"},
+        {"puzzle:,rk=4", "\"\" is not key=value"},
+        {"puzzle:", "\"\" is not key=value"},
+        {"puzzle::", "\":\" is not key=value"},
+        {"puzzle:rk=4,rk=4", "\"rk\" is given twice"},
+        {"puzzle:page=32,rk=4,page=64", "\"page\" is given twice"},
+        {"puzzle:rk=", "rk: \"\" is not a whole number"},
+        {"puzzle:rk=0", "rk: \"0\" is not a whole number from 1"},
+        {"puzzle:rk=-1", "is not a whole number"},
+        {"puzzle:rk=+1", "is not a whole number"},
+        {"puzzle:rk= 1", "is not a whole number"},
+        {"puzzle:rk=1.0", "is not a whole number"},
+        {"puzzle:rk=0x10", "is not a whole number"},
+        {"puzzle:rk=18446744073709551632", "is not a whole number"}, /* 2^64 + 16 */
+        {"puzzle:rk=1=2", "is not a whole number"},
+        {"puzzle:page=33", "33 tokens are not a multiple of 8"},
+        {"raw:page=33", "not a multiple of 8"},
+        {"puzzle:page=12", "not a multiple of 8"},
+        {"puzzle:page=0", "page: \"0\" is not a whole number from 8 to 256"},
+        {"puzzle:page=264", "from 8 to 256"},
+        {"puzzle:rk=33", "a rank is at most the page's 32 tokens"},
+        {"puzzle:rv=33", "a rank is at most the page's 32 tokens"},
+        {"puzzle:page=8", "a rank is at most the page's 8 tokens"},
+        {"puzzle:ratio=0.5,rk=4", "ratio stands for rk and rv"},
+        {"puzzle:rv=4,ratio=0.5", "ratio stands for rk and rv"},
+        {"puzzle:ratio=0", "leaves nothing"},
+        {"puzzle:ratio=1.01", "is not a number from 0 to 1"},
+        {"puzzle:ratio=-0.5", "is not a number"},
+        {"puzzle:ratio=nan", "is not a number"},
+        {"puzzle:ratio=inf", "is not a number"},
+        {"puzzle:ratio=0x1p-1", "is not a number"},
+        {"puzzle:ratio=0.5x", "is not a number"},
+        {"puzzle:ratio=.", "is not a number"},
+        {"puzzle:ratio=", "is not a number"},
+        {"puzzle:sink=1000001", "is not a whole number from 0 to 1000000"},
+        {"puzzle:window=-1", "is not a whole number"},
+        {"puzzle:factors=int4", "\"int4\" is not known; this version has: native"},
+        {"puzzle:rope=pre", "\"pre\" is not known; this version has: post"},
+    };
+    char deep[4096] = "puzzle:";
+    struct kv_spec spec;
+    struct error error;
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        error.text[0] = '\0';
+        ck_assert_msg(!kv_spec_parse(cases[i].text, &spec, &error), "%s", cases[i].text);
+        ck_assert_msg(strncmp(error.text, "--kv ", 5) == 0 && strstr(error.text, cases[i].says),
+                      "%s: %s", cases[i].text, error.text);
+    }
+
+    memset(deep + 7, 'x', sizeof deep - 8);
+    deep[sizeof deep - 1] = '\0';
+    ck_assert(!kv_spec_parse(deep, &spec, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "is too long"));
+    memset(deep, 'x', sizeof deep - 1);
+    ck_assert(!kv_spec_parse(deep, &spec, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "unknown policy"));
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("kv_spec");
+    TCase *tests = tcase_create("all");
+    SRunner *runner;
+    int failed;
+
+    tcase_add_test(tests, test_defaults);
+    tcase_add_test(tests, test_every_key);
+    tcase_add_test(tests, test_apply_sets_what_the_policy_decides);
+    tcase_add_test(tests, test_ratio_becomes_ranks);
+    tcase_add_test(tests, test_the_default_ranks_do_not_depend_on_the_model);
+    tcase_add_test(tests, test_ranks_that_the_model_cannot_have);
+    tcase_add_test(tests, test_canonical_text);
+    tcase_add_test(tests, test_refusals);
+    suite_add_tcase(suite, tests);
+    runner = srunner_create(suite);
+    srunner_run_all(runner, CK_ENV);
+    failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

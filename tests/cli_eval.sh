@@ -1,0 +1,282 @@
+#!/bin/sh
+# SPDX-License-Identifier: MIT
+# puzzlekv-eval from the command line: refusals, the tiny models, then the real one.
+set -u
+
+source=${PUZZLEKV_SOURCE:?}
+data=${PUZZLEKV_TEST_DATA:?}
+json_get=${PUZZLEKV_BUILD:?}/tests/json_get
+model=${PUZZLEKV_MODEL:-${XDG_CACHE_HOME:-$HOME/.cache}/puzzlekv/SmolLM2-135M-Instruct.Q4_1.gguf}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+tiny=$data/tiny-llama3
+
+fail() {
+    echo "FAIL: $*"
+    failures=$((failures + 1))
+}
+
+# refuse STATUS TEXT ARGUMENT...: nothing on standard output, one line with TEXT on standard error.
+refuse() {
+    status=$1 text=$2
+    shift 2
+    puzzlekv-eval "$@" > "$work/out" 2> "$work/err" < /dev/null
+    got=$?
+    if [ $got -ne "$status" ] || [ -s "$work/out" ] || [ "$(wc -l < "$work/err")" -ne 1 ] ||
+        ! grep -q '^puzzlekv-eval: .*: .' "$work/err" || ! grep -qF -e "$text" "$work/err"; then
+        fail "puzzlekv-eval $*: status $got, expected $status and \"$text\":"
+        cat "$work/out" "$work/err"
+    fi
+}
+
+# same WHAT A B
+same() {
+    [ "$2" = "$3" ] || fail "$1: \"$2\" is not \"$3\""
+}
+
+# document NAME ARGUMENT...: a command with --json into $work/NAME.json.
+document() {
+    name=$1
+    shift
+    puzzlekv-eval "$@" --json > "$work/$name.json" 2> "$work/err" < /dev/null ||
+        fail "puzzlekv-eval $*: status $?: $(cat "$work/err")"
+    [ ! -s "$work/err" ] || fail "puzzlekv-eval $*: on standard error: $(cat "$work/err")"
+    "$json_get" "$work/$name.json" || fail "puzzlekv-eval $*: not one JSON document"
+}
+
+value() {
+    "$json_get" "$work/$1.json" "$2"
+}
+
+keys() {
+    "$json_get" --keys "$work/$1.json" | tr '\n' ' '
+}
+
+# ---- Help and manual ----------------------------------------------------------------------------
+
+puzzlekv-eval --help > "$work/help" || fail "--help: status $?"
+puzzlekv-eval ppl --help > "$work/ppl_help" || fail "ppl --help: status $?"
+puzzlekv-eval --version > "$work/version" || fail "--version: status $?"
+grep -q '^instruction set: [a-z]' "$work/version" || fail "--version: $(cat "$work/version")"
+grep -q -e '--prefill' "$work/ppl_help" || fail 'ppl --help: no --prefill'
+grep -q -e '--output' "$work/ppl_help" && fail "ppl --help: has another command's --output"
+sed -nE 's/^ +(-[a-zA-Z], )?--([a-z0-9-]+).*/\1\2/p' "$work/help" | sort -u > "$work/help_options"
+sed -nE 's/^\.It (Fl ([a-zA-Z]) , )?Fl -([a-z0-9-]+).*/-\2, \3/p' "$source/man/puzzlekv-eval.1" |
+    sed 's/^-, //' | sort -u > "$work/man_options"
+[ "$(wc -l < "$work/help_options")" -ge 9 ] || fail "--help: lists too few options"
+diff "$work/help_options" "$work/man_options" || fail "--help and the manual differ"
+
+# ---- What the command line shows to be wrong ----------------------------------------------------
+
+refuse 2 'COMMAND: is missing; there are: info, tokenize, logits, ppl'
+refuse 2 'bogus: unknown command; there are: info, tokenize, logits, ppl' bogus model.gguf
+refuse 2 'MODEL: is missing' info
+refuse 2 'unexpected argument' info model.gguf other.gguf
+refuse 2 '--file FILE: is missing' tokenize model.gguf
+refuse 2 '--tokens FILE: is missing' logits model.gguf --prefill 1 --kv raw -o out
+refuse 2 '--prefill N: is missing' logits model.gguf --tokens ids --kv raw -o out
+refuse 2 '--kv SPEC: is missing' logits model.gguf --tokens ids --prefill 1 -o out
+refuse 2 '--output FILE: is missing' logits model.gguf --tokens ids --prefill 1 --kv raw
+refuse 2 '--kv: given 2 times' logits model.gguf --tokens ids --prefill 1 --kv raw --kv raw -o out
+refuse 2 '--file FILE: is missing' ppl model.gguf --tokens 9 --prefill 1 --kv raw
+refuse 2 '--tokens N: is missing' ppl model.gguf -f text --prefill 1 --kv raw
+refuse 2 '--kv SPEC: is missing' ppl model.gguf -f text --tokens 9 --prefill 1
+refuse 2 'is not below --tokens 9' ppl model.gguf -f text --tokens 9 --prefill 9 --kv raw
+refuse 2 'is not a whole number' ppl model.gguf -f text --tokens 1 --prefill 1 --kv raw
+refuse 2 'is not a whole number' ppl model.gguf -f text --tokens 9 --prefill 0 --kv raw
+refuse 2 'unknown key "foo"' ppl model.gguf -f text --tokens 9 --prefill 1 --kv puzzle:foo=1
+refuse 2 'this version does not have the policy' info model.gguf --kv int4
+refuse 2 '--temp: unknown' info model.gguf --temp 1
+refuse 2 '--output: unknown' ppl model.gguf --output x
+refuse 2 'is not one of bf16, f16, f32' info model.gguf --dtype int8
+
+# ---- info ---------------------------------------------------------------------------------------
+
+refuse 1 'No such file' info "$work/none.gguf"
+refuse 1 'must be 1 to 64' info "$tiny" --kv puzzle:page=128,rk=65
+document info info "$tiny" --kv raw --kv puzzle --kv puzzle:ratio=0.586
+same 'keys of info' "$(keys info)" "model isa cpu threads dtype architecture layers hidden \
+intermediate query_heads kv_heads head_dim vocabulary context tied_output rope_theta rope_scaling \
+types tokens results "
+same geometry "$(value info architecture) $(value info layers) $(value info query_heads) \
+$(value info kv_heads) $(value info head_dim) $(value info tied_output)" 'llama 3 6 2 64 false'
+same 'first length' "$(value info tokens.0)" 1024
+same 'dense bytes' "$(value info results.0.bytes.0)" $((3 * 2 * 2 * 1024 * 2 * 64))
+same 'stored bytes' "$(value info results.1.bytes.0)" \
+    $((3 * 2 * 2 * (2 * 2 * 32 * 64 + 30 * 30 * 96)))
+same 'a ratio' "$(value info results.2.kv_canonical)" \
+    puzzle:page=32,rk=13,rv=12,sink=1,window=1,factors=native,rope=post
+document info_f32 info "$data/tiny-qwen3" --dtype f32
+same 'default policies' "$(value info_f32 results.0.kv) $(value info_f32 results.1.kv)" 'raw puzzle'
+same 'f32 bytes' "$(value info_f32 results.0.bytes.0)" $((3 * 2 * 4 * 1024 * 2 * 128))
+same 'Qwen3 geometry' "$(value info_f32 architecture) $(value info_f32 head_dim)" 'qwen3 128'
+puzzlekv-eval info "$tiny" > "$work/table" || fail "info: status $?"
+grep -q "^puzzle  *1024  *$(value info results.1.bytes.0)  *$(value info results.1.bytes_raw.0) " \
+    "$work/table" || fail "info: $(cat "$work/table")"
+
+# ---- logits -------------------------------------------------------------------------------------
+
+# largest_difference A B: of two files of f32.
+largest_difference() {
+    od -An -v -w4 -tf4 "$1" > "$work/a"
+    od -An -v -w4 -tf4 "$2" > "$work/b"
+    paste "$work/a" "$work/b" | awk '
+        NF != 2 || $0 ~ /[a-df-z]/ { print "broken"; broken = 1; exit }
+        { d = $1 - $2; if (d < 0) d = -d; if (d > largest) largest = d }
+        END { if (!broken) print largest + 0 }'
+}
+
+for name in tiny-llama3 tiny-qwen3; do
+    tr -d ' \n' < "$data/$name/expected.json" | sed 's/.*"token_ids":\(\[[0-9,]*\]\).*/\1/' \
+        > "$work/$name.ids"
+    vocabulary=$(puzzlekv-eval info "$data/$name" --json > "$work/v.json" && value v vocabulary)
+    tail -c +$((149 * vocabulary * 4 + 1)) "$data/$name/logits_raw.f32" |
+        head -c $((90 * vocabulary * 4)) > "$work/expected_raw"
+    cp "$data/$name/logits_puzzle_16_14.f32" "$work/expected_puzzle"
+    for kv in raw puzzle; do
+        puzzlekv-eval logits "$data/$name" --tokens "$work/$name.ids" --prefill 150 --kv $kv \
+            -o "$work/$kv.f32" > "$work/out" || fail "logits $name $kv: status $?"
+        [ ! -s "$work/out" ] || fail "logits $name $kv: prints $(cat "$work/out")"
+        difference=$(largest_difference "$work/$kv.f32" "$work/expected_$kv")
+        echo "logits $name $kv: largest difference $difference"
+        awk "BEGIN { exit !(\"$difference\" ~ /^[0-9]/ && $difference + 0 <= 2e-3) }" ||
+            fail "logits $name $kv: differ by $difference"
+    done
+done
+document logits logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 --kv raw -t 1 \
+    -o "$work/again.f32"
+same 'keys of logits' "$(keys logits)" \
+    'model isa cpu threads dtype tokens prefill rows columns results '
+same 'size of logits' "$(value logits rows) $(value logits dtype)" '90 f32'
+same 'bytes in logits' "$(value logits results.0.kv_bytes)" $((239 * 3 * 2 * 2 * 64 * 4))
+puzzlekv-eval logits "$tiny" --tokens - --prefill 150 --kv raw -t 2 -o "$work/two.f32" \
+    < "$work/tiny-llama3.ids" || fail "logits --tokens -: status $?"
+cmp "$work/again.f32" "$work/two.f32" || fail 'logits differ between one thread and two'
+
+# bad_ids TEXT JSON
+bad_ids() {
+    printf '%s' "$2" > "$work/bad.json"
+    refuse 1 "$1" logits "$tiny" --tokens "$work/bad.json" --prefill 1 --kv raw -o "$work/bad.f32"
+    [ ! -e "$work/bad.f32" ] || fail "bad ids $2: there is an output"
+    rm -f "$work/bad.f32"
+}
+bad_ids 'line 1' ''
+bad_ids 'line 2' '[1, 2
+3]'
+bad_ids 'not a JSON array' '{"token_ids": [1, 2]}'
+bad_ids 'at least two' '[1]'
+bad_ids 'at least two' '[]'
+bad_ids 'element 1 is not a token id' '[1, -2]'
+bad_ids 'element 1 is not a token id' '[1, 2.0]'
+bad_ids 'element 2 is not a token id' '[1, 2, "3"]'
+bad_ids 'element 0 is not a token id' '[100000, 2]'
+bad_ids 'element 0 is not a token id' '[9223372036854775807, 2]'
+bad_ids 'line 1' '[99999999999999999999, 2]'
+refuse 1 'has 240 tokens, and the last is not fed' logits "$tiny" --tokens "$work/tiny-llama3.ids" \
+    --prefill 240 --kv raw -o "$work/bad.f32"
+refuse 1 'No such file' logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 --kv raw \
+    -o "$work/none/bad.f32"
+refuse 1 'No such file' logits "$tiny" --tokens "$work/none.json" --prefill 1 --kv raw \
+    -o "$work/bad.f32"
+refuse 1 'must be 1 to 64' logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 \
+    --kv puzzle:page=128,rk=65 -o "$work/bad.f32"
+[ ! -e "$work/bad.f32" ] || fail 'a refused command left an output'
+if [ -e /dev/full ]; then
+    refuse 1 '/dev/full: ' logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 --kv raw \
+        -o /dev/full
+fi
+
+refuse 1 'tokenizer' tokenize "$tiny" -f "$source/COPYING"
+printf 'ab\377' > "$work/latin"
+refuse 1 'not valid UTF-8 at byte offset 2' tokenize "$tiny" -f "$work/latin"
+
+if [ ! -r "$model" ]; then
+    echo "$model: not there, so the rest is skipped (tools/fetch-model.sh smollm2 gets it)"
+    [ $failures -eq 0 ] && exit 77
+    exit 1
+fi
+
+# ---- The real model -----------------------------------------------------------------------------
+
+# Ids as Hugging Face tokenizers gives them.
+{
+    printf 'Hello, world!\n<|im_start|>user\n\303\204pfel '
+    printf '\344\275\240\345\245\275 12345  x\t\ty \360\237\231\202'
+} > "$work/text"
+same 'token ids' "$(puzzlekv-eval tokenize "$model" -f "$work/text")" \
+    "[19556, 28, 905, 17, 198, 1, 4093, 198, 142, 222, 96, 34520, 216, 18645, 250, 48392, 138, \
+216, 33, 34, 35, 36, 37, 216, 1792, 197, 197, 105, 47526]"
+printf 'Hello, world!' | puzzlekv-eval tokenize "$model" -f - > "$work/ids"
+same 'token ids of standard input' "$(cat "$work/ids")" '[19556, 28, 905, 17]'
+: > "$work/empty"
+same 'token ids of nothing' "$(puzzlekv-eval tokenize "$model" -f "$work/empty" --json)" '[]'
+
+set -- ppl "$model" -f "$source/COPYING" --tokens 170 --prefill 140
+document ppl "$@" --kv puzzle --kv raw --kv puzzle:rk=32,rv=32 --kv raw:page=64 --dtype f32
+same 'keys of ppl' "$(keys ppl)" 'model isa cpu threads dtype tokens prefill results '
+for i in 0 1 2 3; do
+    for key in ppl nll kl top1 kv_ratio; do
+        value ppl "results.$i.$key" > "$work/$key$i" || fail "ppl: no $key in result $i"
+    done
+done
+same 'order of results' "$(value ppl results.0.kv) $(value ppl results.1.kv) \
+$(value ppl results.2.kv) $(value ppl results.3.kv_canonical)" \
+    'puzzle raw puzzle:rk=32,rv=32 raw:page=64'
+same 'raw against itself' "$(cat "$work/kl1" "$work/top11" "$work/kv_ratio1" | tr '\n' ' ')" \
+    '0.0 1.0 1.0 '
+awk "BEGIN { exit !($(cat "$work/kl0") > 1e-3 && $(cat "$work/kl0") < 1) }" ||
+    fail "ppl: puzzle's kl is $(cat "$work/kl0")"
+awk "BEGIN { exit !($(cat "$work/kl2") < 1e-3) }" ||
+    fail "ppl: kl at full rank is $(cat "$work/kl2")"
+awk "BEGIN { kl = $(cat "$work/kl3"); exit !(kl < 1e-6 && kl > -1e-6) }" ||
+    fail "ppl: kl of raw with other pages is $(cat "$work/kl3")"
+awk "BEGIN { exit !($(cat "$work/ppl0") > 1 && $(cat "$work/kv_ratio0") < 1 && \
+    $(cat "$work/kv_ratio2") > 1) }" || fail 'ppl: values'
+# 169 tokens: 5 pages, 3 of them factors, and 9 tokens.
+awk "BEGIN { r = (2 * 2 * 32 * 64 + 3 * 30 * 96 + 9 * 2 * 64) / (169 * 2 * 64);
+    d = r - $(cat "$work/kv_ratio0"); exit !(d < 1e-9 && d > -1e-9) }" ||
+    fail "ppl: kv_ratio is $(cat "$work/kv_ratio0")"
+
+# Alone, on one thread, a policy has the same values as beside others.
+document alone "$@" --kv puzzle --dtype f32 -t 1
+for key in ppl nll kl top1 kv_ratio; do
+    same "ppl: $key alone" "$(value alone "results.0.$key")" "$(cat "$work/${key}0")"
+done
+puzzlekv-eval "$@" --kv raw > "$work/table" || fail "ppl: status $?"
+grep -q '^raw  *[0-9.]*  *[0-9.]*  *[0-9.e+-]*  *[0-9.]*  *[0-9.]*$' "$work/table" ||
+    fail "ppl: $(cat "$work/table")"
+
+refuse 1 'tokens; --tokens asks for 9000' ppl "$model" -f "$source/COPYING" --tokens 9000 \
+    --prefill 1 --kv raw
+i=0
+while [ $i -lt 1000 ]; do
+    echo '0 1 2 3 4 5 6 7 8 9'
+    i=$((i + 1))
+done > "$work/long"
+refuse 1 "the model's context is 8192" ppl "$model" -f "$work/long" --tokens 9000 --prefill 1 \
+    --kv raw
+{
+    printf '[1'
+    i=0
+    while [ $i -lt 3000 ]; do
+        printf ', %d' $i
+        i=$((i + 1))
+    done
+    echo ']'
+} > "$work/many.json"
+
+# Ctrl-C leaves no half of a file behind.
+puzzlekv-eval logits "$model" --tokens "$work/many.json" --prefill 1 --kv raw -o "$work/half.f32" \
+    2> "$work/err" &
+i=0
+while [ $i -lt 600 ] && [ ! -s "$work/half.f32" ]; do
+    sleep 0.1
+    i=$((i + 1))
+done
+kill -INT $!
+wait $!
+same 'status after Ctrl-C' $? 130
+[ ! -e "$work/half.f32" ] || fail 'Ctrl-C left half of a file behind'
+
+[ $failures -eq 0 ] || exit 1

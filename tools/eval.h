@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: MIT */
+/* puzzlekv-eval: what its commands share. */
+#ifndef PUZZLEKV_TOOLS_EVAL_H
+#define PUZZLEKV_TOOLS_EVAL_H
+
+#include <jansson.h>
+#include <puzzlekv.h>
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "error.h"
+#include "kv_spec.h"
+#include "runner/model.h"
+#include "runner/transformer.h"
+
+struct eval_kv {
+    const char *text; /* as typed */
+    struct kv_spec spec;
+};
+
+/* The command line, checked; a command reads what its table of options offers. */
+struct eval_arguments {
+    const char *model;
+    const char *file;     /* -f: text */
+    const char *ids_file; /* --tokens FILE */
+    const char *output;   /* -o */
+    size_t tokens;        /* --tokens N */
+    size_t prefill;       /* >= 1, < tokens */
+    struct eval_kv *kv;   /* [kv_count], in the order typed */
+    size_t kv_count;
+    pkv_dtype dtype;
+    unsigned threads;
+    bool json;
+};
+
+/* The commands. Each prints its result and fails with "interrupted" after Ctrl-C. */
+bool eval_info(const struct eval_arguments *arguments, struct error *error);
+bool eval_tokenize(const struct eval_arguments *arguments, struct error *error);
+bool eval_logits(const struct eval_arguments *arguments, struct error *error);
+bool eval_ppl(const struct eval_arguments *arguments, struct error *error);
+
+/* A transformer for caches such as `cache` that stops at Ctrl-C. */
+bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,
+                           const pkv_cache *cache, struct transformer **transformer,
+                           struct error *error);
+
+/* One policy's cache with one sequence. */
+struct eval_cache {
+    struct kv_spec spec; /* with the ranks for the model */
+    pkv_cache *cache;
+    pkv_seq *seq;
+};
+
+/* `tokens` in all, at most `step_tokens` in one step. On failure nothing is left open. */
+bool eval_cache_open(const struct eval_arguments *arguments, const struct model *model,
+                     const struct kv_spec *spec, size_t tokens, size_t step_tokens,
+                     struct eval_cache *cache, struct error *error);
+
+/* Accepts one that is all zero. */
+void eval_cache_close(struct eval_cache *cache);
+
+bool eval_cache_stats(const struct eval_cache *cache, pkv_stats *stats, struct error *error);
+
+/* Prints the command's document: {"model", "isa", "cpu", "threads", "dtype"}, then the members of
+ * `members`, which is freed; NULL (no memory when it was built) fails. */
+bool eval_print_document(const struct eval_arguments *arguments, json_t *members,
+                         struct error *error);
+
+/* Columns that the longest --kv takes in a table; at least the heading's two. */
+int eval_kv_width(const struct eval_arguments *arguments);
+
+/* "bf16", "f16" or "f32". */
+const char *eval_dtype_name(pkv_dtype dtype);
+
+#endif

@@ -1,0 +1,243 @@
+/* SPDX-License-Identifier: MIT */
+/* puzzlekv-eval ppl: what a policy does to a model's predictions of a text. */
+#include "eval.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "options.h"
+#include "runner/tokenizer.h"
+
+struct policy_run {
+    const char *text; /* as typed; NULL: the reference that was not asked for */
+    struct eval_cache cache;
+    double nll, kl; /* sums over the predictions, in nats */
+    size_t agreed;  /* predictions whose likeliest token is the reference's */
+};
+
+static bool read_tokens(const struct eval_arguments *arguments, size_t vocabulary,
+                        struct token_list *list, struct error *error)
+{
+    struct tokenizer *tokenizer = NULL;
+    struct text text = {.data = NULL};
+    bool done = false;
+
+    if (!text_read(arguments->file, &text, error) ||
+        !text_check_utf8(text.name, text.data, text.size, error) ||
+        !tokenizer_open(arguments->model, &tokenizer, error))
+        goto out;
+    if (tokenizer_wants_bos(tokenizer) && !token_list_append(list, tokenizer_bos(tokenizer), error))
+        goto out;
+    if (!tokenizer_encode(tokenizer, text.data, text.size, true, list, error))
+        goto out;
+    if (list->count < arguments->tokens) {
+        error_set(error, "%s: has %zu tokens; --tokens asks for %zu", text.name, list->count,
+                  arguments->tokens);
+        goto out;
+    }
+    for (size_t i = 0; i < arguments->tokens; i++) {
+        if ((size_t)list->ids[i] >= vocabulary) {
+            error_set(error, "%s: token id %d of the text is not in the model's vocabulary of %zu",
+                      arguments->model, (int)list->ids[i], vocabulary);
+            goto out;
+        }
+    }
+    done = true;
+out:
+    tokenizer_close(tokenizer);
+    free(text.data);
+    return done;
+}
+
+/* Natural logarithms of the softmax of `logits`, and the first of the largest. */
+static bool log_softmax(const float *logits, size_t count, double *logs, size_t *largest,
+                        struct error *error)
+{
+    double sum = 0, normalizer;
+
+    *largest = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (!isfinite(logits[i]))
+            return error_set(error, "logits: that of token %zu is not finite", i);
+        if (logits[i] > logits[*largest])
+            *largest = i;
+    }
+    for (size_t i = 0; i < count; i++)
+        sum += exp((double)logits[i] - logits[*largest]);
+    normalizer = logits[*largest] + log(sum);
+    for (size_t i = 0; i < count; i++)
+        logs[i] = logits[i] - normalizer;
+    return true;
+}
+
+/* KL(reference || other) = sum over tokens of p_reference ln(p_reference / p_other). */
+static double divergence(const double *reference, const double *other, size_t count)
+{
+    double sum = 0;
+
+    for (size_t i = 0; i < count; i++)
+        sum += exp(reference[i]) * (reference[i] - other[i]);
+    return sum;
+}
+
+/* Feeds the same tokens to all policies, side by side; runs[0] is the reference. */
+static bool predict(const struct eval_arguments *arguments, const struct model *model,
+                    struct policy_run *runs, size_t run_count, const int32_t *ids,
+                    struct error *error)
+{
+    size_t vocabulary = model->vocabulary;
+    struct transformer *transformer = NULL;
+    float *logits = calloc(vocabulary, sizeof *logits);
+    double *reference = calloc(vocabulary, sizeof *reference);
+    double *logs = calloc(vocabulary, sizeof *logs);
+    size_t reference_choice = 0;
+    size_t fed = 0;
+    bool done = false;
+
+    if (logits == NULL || reference == NULL || logs == NULL) {
+        error_set(error, "out of memory for the logits");
+        goto out;
+    }
+    if (!eval_transformer_open(arguments, model, runs[0].cache.cache, &transformer, error))
+        goto out;
+    while (fed + 1 < arguments->tokens) {
+        size_t step = fed == 0 ? arguments->prefill : 1;
+        int32_t next = ids[fed + step];
+
+        progress_show("token %zu of %zu", fed + step, arguments->tokens - 1);
+        for (size_t i = 0; i < run_count; i++) {
+            struct policy_run *run = &runs[i];
+            double *into = i == 0 ? reference : logs;
+            size_t choice;
+
+            if (!transformer_step(transformer, run->cache.cache, run->cache.seq, ids + fed, step,
+                                  logits, error) ||
+                !log_softmax(logits, vocabulary, into, &choice, error))
+                goto out;
+            if (i == 0)
+                reference_choice = choice;
+            else
+                run->kl += divergence(reference, logs, vocabulary);
+            run->nll -= into[next];
+            run->agreed += choice == reference_choice;
+        }
+        fed += step;
+    }
+    progress_clear();
+    done = true;
+out:
+    transformer_close(transformer);
+    free(logs);
+    free(reference);
+    free(logits);
+    return done;
+}
+
+/* A table, or in `results` the objects of the JSON document. */
+static bool report_run(const struct eval_arguments *arguments, const struct policy_run *run,
+                       json_t *results, struct error *error)
+{
+    double predictions = (double)(arguments->tokens - arguments->prefill);
+    double nll = run->nll / predictions;
+    double kl = run->kl / predictions;
+    double top1 = (double)run->agreed / predictions;
+    char canonical[KV_SPEC_TEXT_BYTES];
+    pkv_stats stats;
+    double ratio;
+
+    if (!eval_cache_stats(&run->cache, &stats, error))
+        return false;
+    ratio = (double)stats.payload_bytes / (double)stats.raw_bytes;
+    if (results == NULL) {
+        printf("%-*s %10.4f %8.5f %10.3e %7.4f %8.5f\n", eval_kv_width(arguments), run->text,
+               exp(nll), nll, kl, top1, ratio);
+        return true;
+    }
+    kv_spec_canonical(&run->cache.spec, canonical);
+    if (json_array_append_new(results,
+                              json_pack("{s:s, s:s, s:o, s:o, s:o, s:o, s:o}", "kv", run->text,
+                                        "kv_canonical", canonical, "ppl", json_finite(exp(nll)),
+                                        "nll", json_finite(nll), "kl", json_finite(kl), "top1",
+                                        json_finite(top1), "kv_ratio", json_finite(ratio))) != 0)
+        return error_set(error, "out of memory for the JSON document");
+    return true;
+}
+
+/* In the order of the command line; `order[i]` is the run of the i-th --kv. */
+static bool report(const struct eval_arguments *arguments, const struct policy_run *runs,
+                   const size_t *order, struct error *error)
+{
+    json_t *results = NULL;
+
+    if (arguments->json)
+        results = json_array();
+    else
+        printf("%-*s %10s %8s %10s %7s %8s\n", eval_kv_width(arguments), "kv", "ppl", "nll", "kl",
+               "top1", "kv_ratio");
+    for (size_t i = 0; i < arguments->kv_count; i++) {
+        if (!report_run(arguments, &runs[order[i]], results, error)) {
+            json_decref(results);
+            return false;
+        }
+    }
+    if (!arguments->json)
+        return output_flush(error);
+    return eval_print_document(arguments,
+                               json_pack("{s:I, s:I, s:o}", "tokens", (json_int_t)arguments->tokens,
+                                         "prefill", (json_int_t)arguments->prefill, "results",
+                                         results),
+                               error);
+}
+
+bool eval_ppl(const struct eval_arguments *arguments, struct error *error)
+{
+    struct model *model = NULL;
+    struct token_list list = {NULL, 0, 0};
+    struct policy_run *runs = calloc(arguments->kv_count + 1, sizeof *runs);
+    size_t *order = calloc(arguments->kv_count, sizeof *order);
+    size_t run_count = 1;
+    struct kv_spec raw;
+    bool done = false;
+
+    if (runs == NULL || order == NULL) {
+        error_set(error, "out of memory for %zu policies", arguments->kv_count);
+        goto out;
+    }
+    if (!model_open(arguments->model, &model, error) ||
+        !read_tokens(arguments, model->vocabulary, &list, error))
+        goto out;
+    if (arguments->tokens > model->context_length) {
+        error_set(error, "--tokens %zu: the model's context is %zu tokens", arguments->tokens,
+                  model->context_length);
+        goto out;
+    }
+
+    /* The first raw on the command line is the reference, or one that nobody asked for. */
+    if (!kv_spec_parse("raw", &raw, error))
+        goto out;
+    for (size_t i = 0; i < arguments->kv_count; i++) {
+        const struct eval_kv *kv = &arguments->kv[i];
+
+        order[i] = kv->spec.policy == KV_RAW && runs[0].text == NULL ? 0 : run_count++;
+        runs[order[i]].text = kv->text;
+        if (order[i] == 0)
+            raw = kv->spec;
+        else if (!eval_cache_open(arguments, model, &kv->spec, arguments->tokens - 1,
+                                  arguments->prefill, &runs[order[i]].cache, error))
+            goto out;
+    }
+    if (!eval_cache_open(arguments, model, &raw, arguments->tokens - 1, arguments->prefill,
+                         &runs[0].cache, error) ||
+        !predict(arguments, model, runs, run_count, list.ids, error))
+        goto out;
+    done = report(arguments, runs, order, error);
+out:
+    for (size_t i = 0; runs != NULL && i < arguments->kv_count + 1; i++)
+        eval_cache_close(&runs[i].cache);
+    free(order);
+    free(runs);
+    token_list_free(&list);
+    model_close(model);
+    return done;
+}

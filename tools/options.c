@@ -1,0 +1,445 @@
+/* SPDX-License-Identifier: MIT */
+/* What the programs share: command lines, text files, Ctrl-C, progress, JSON, the machine. */
+#define _GNU_SOURCE /* sched_getaffinity */
+#include "options.h"
+
+#include <cblas.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <getopt.h>
+#include <math.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/utsname.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "runner/pretokenizer.h"
+
+void error_print(const char *program, const struct error *error)
+{
+    fprintf(stderr, "%s: %s\n", program, error->text);
+}
+
+/* ---- Command lines --------------------------------------------------------------------------- */
+
+static const struct option_row *find_row(const struct option_table *table, int id)
+{
+    for (size_t i = 0; i < table->count; i++) {
+        if (table->rows[i].id == id)
+            return &table->rows[i];
+    }
+    return NULL;
+}
+
+bool options_next(const struct option_table *table, int argc, char **argv, int *id,
+                  const char **argument, struct error *error)
+{
+    struct option names[OPTIONS_MAX + 1] = {{NULL, 0, NULL, 0}};
+    char letters[2 * OPTIONS_MAX + 2] = ":";
+    size_t length = 1;
+    const struct option_row *row;
+
+    for (size_t i = 0; i < table->count && i < OPTIONS_MAX; i++) {
+        row = &table->rows[i];
+        names[i] = (struct option){row->name, row->argument ? required_argument : no_argument, NULL,
+                                   row->id};
+        if (row->id < OPTION_LONG_ONLY) {
+            letters[length++] = (char)row->id;
+            if (row->argument != NULL)
+                letters[length++] = ':';
+        }
+    }
+    letters[length] = '\0';
+
+    opterr = 0;
+    *id = getopt_long(argc, argv, letters, names, NULL);
+    *argument = optarg;
+    if (*id != ':' && *id != '?')
+        return true;
+    row = find_row(table, optopt);
+    if (*id == ':')
+        return error_set(error, "--%s: %s is missing", row->name, row->argument);
+    if (row != NULL)
+        return error_set(error, "--%s: takes no argument", row->name);
+    if (optopt != 0)
+        return error_set(error, "-%c: unknown option; --help lists them", optopt);
+    return error_set(error, "%s: unknown or ambiguous option; --help lists them", argv[optind - 1]);
+}
+
+bool options_operand(int argc, char **argv, const char *name, const char **operand,
+                     struct error *error)
+{
+    if (optind >= argc)
+        return error_set(error, "%s: is missing; --help shows the usage", name);
+    if (optind + 1 < argc)
+        return error_set(error, "%s: unexpected argument after %s", argv[optind + 1], name);
+    *operand = argv[optind];
+    return true;
+}
+
+bool options_help(const struct option_table *table, struct error *error)
+{
+    printf("Usage: %s\n%s\n\n", table->usage, table->summary);
+    for (size_t i = 0; i < table->count; i++) {
+        const struct option_row *row = &table->rows[i];
+        const char *line = row->help;
+        char left[64];
+        int length = row->id < OPTION_LONG_ONLY ? snprintf(left, sizeof left, "-%c, ", row->id)
+                                                : snprintf(left, sizeof left, "    ");
+
+        snprintf(left + length, sizeof left - (size_t)length, "--%s%s%s", row->name,
+                 row->argument ? " " : "", row->argument ? row->argument : "");
+        while (line != NULL) {
+            const char *end = strchr(line, '\n');
+
+            printf("  %-26s %.*s\n", left, (int)(end ? (size_t)(end - line) : strlen(line)), line);
+            line = end ? end + 1 : NULL;
+            left[0] = '\0';
+        }
+    }
+    return output_flush(error);
+}
+
+bool options_version(const char *program, struct error *error)
+{
+    const char *isa;
+
+    if (!machine_isa(&isa, error))
+        return false;
+    printf("%s %s\ninstruction set: %s\nbackends: cpu\nBLAS: %s\n", program, pkv_version(), isa,
+           openblas_get_config());
+    return output_flush(error);
+}
+
+bool number_size(const char *what, const char *text, size_t least, size_t most, size_t *value,
+                 struct error *error)
+{
+    size_t number = 0;
+    bool fits = *text != '\0';
+
+    for (const char *c = text; fits && *c != '\0'; c++)
+        fits = *c >= '0' && *c <= '9' && !__builtin_mul_overflow(number, 10, &number) &&
+               !__builtin_add_overflow(number, (size_t)(*c - '0'), &number);
+    if (fits && number >= least && number <= most) {
+        *value = number;
+        return true;
+    }
+    if (most == SIZE_MAX)
+        return error_set(error, "%s: \"%.40s\" is not a whole number from %zu up", what, text,
+                         least);
+    return error_set(error, "%s: \"%.40s\" is not a whole number from %zu to %zu", what, text,
+                     least, most);
+}
+
+bool number_real(const char *what, const char *text, double least, double most, double *value,
+                 struct error *error)
+{
+    char *end;
+    /* strtod also takes white space, "nan", "inf" and hexadecimal digits. */
+    bool plain = *text != '\0' && text[strspn(text, "+-.0123456789eE")] == '\0';
+    double number = plain ? strtod(text, &end) : 0;
+
+    if (!plain || *end != '\0' || !(number >= least && number <= most))
+        return error_set(error, "%s: \"%.40s\" is not a number from %g to %g", what, text, least,
+                         most);
+    *value = number;
+    return true;
+}
+
+bool option_dtype(const char *text, pkv_dtype *dtype, struct error *error)
+{
+    if (strcmp(text, "bf16") == 0)
+        *dtype = PKV_BF16;
+    else if (strcmp(text, "f16") == 0)
+        *dtype = PKV_F16;
+    else if (strcmp(text, "f32") == 0)
+        *dtype = PKV_F32;
+    else
+        return error_set(error, "--dtype: \"%.40s\" is not one of bf16, f16, f32", text);
+    return true;
+}
+
+bool option_threads(const char *text, unsigned *threads, struct error *error)
+{
+    size_t number;
+
+    if (!number_size("--threads", text, 1, 1024, &number, error))
+        return false;
+    *threads = (unsigned)number;
+    return true;
+}
+
+/* ---- Text files ------------------------------------------------------------------------------ */
+
+bool text_read(const char *path, struct text *text, struct error *error)
+{
+    bool standard_input = strcmp(path, "-") == 0;
+    const char *name = standard_input ? "standard input" : path;
+    /* Opening a FIFO must not wait for its writer. */
+    int file = standard_input ? STDIN_FILENO : open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    struct stat status;
+    size_t capacity = 0;
+    bool done = false;
+
+    *text = (struct text){.name = name};
+    if (file < 0 || fstat(file, &status) != 0) {
+        error_set(error, "%s: %s", name, strerror(errno));
+        goto out;
+    }
+    if (!standard_input && !S_ISREG(status.st_mode)) {
+        error_set(error, "%s: not a regular file (- reads standard input)", name);
+        goto out;
+    }
+    for (;;) {
+        ssize_t got;
+
+        if (text->size + 1 >= capacity) {
+            size_t more = capacity ? 2 * capacity : (size_t)1 << 16;
+            char *data = realloc(text->data, more);
+
+            if (data == NULL) {
+                error_set(error, "%s: out of memory", name);
+                goto out;
+            }
+            text->data = data;
+            capacity = more;
+        }
+        got = read(file, text->data + text->size, capacity - text->size - 1);
+        if (got == 0)
+            break;
+        if (got < 0 && errno == EINTR && !interrupt_seen())
+            continue;
+        if (got < 0) {
+            error_set(error, "%s: %s", name, strerror(errno));
+            goto out;
+        }
+        text->size += (size_t)got;
+        if (text->size > TEXT_MAX_BYTES) {
+            error_set(error, "%s: longer than %zu MiB", name, TEXT_MAX_BYTES >> 20);
+            goto out;
+        }
+    }
+    text->data[text->size] = '\0';
+    done = true;
+out:
+    if (file >= 0 && !standard_input)
+        close(file);
+    if (!done) {
+        free(text->data);
+        text->data = NULL;
+    }
+    return done;
+}
+
+bool text_check_utf8(const char *what, const char *data, size_t size, struct error *error)
+{
+    size_t valid = utf8_valid_prefix(data, size);
+
+    if (valid < size)
+        return error_set(error, "%s: not valid UTF-8 at byte offset %zu", what, valid);
+    return true;
+}
+
+/* ---- Ctrl-C and progress --------------------------------------------------------------------- */
+
+/* A signal handler can reach nothing but such a variable. */
+static volatile sig_atomic_t interrupted;
+
+static void note_interrupt(int signal)
+{
+    (void)signal;
+    interrupted = 1;
+}
+
+void interrupt_catch(void)
+{
+    struct sigaction action = {.sa_handler = note_interrupt, .sa_flags = SA_RESETHAND};
+
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+}
+
+bool interrupt_seen(void)
+{
+    return interrupted != 0;
+}
+
+void progress_show(const char *format, ...)
+{
+    va_list arguments;
+
+    if (!isatty(STDERR_FILENO))
+        return;
+    fputs("\r\033[K", stderr);
+    va_start(arguments, format);
+    vfprintf(stderr, format, arguments);
+    va_end(arguments);
+    fflush(stderr);
+}
+
+void progress_clear(void)
+{
+    if (isatty(STDERR_FILENO))
+        fputs("\r\033[K", stderr);
+}
+
+/* ---- JSON ------------------------------------------------------------------------------------ */
+
+json_t *json_finite(double value)
+{
+    return isfinite(value) ? json_real(value) : json_null();
+}
+
+json_t *json_bytes(const char *bytes, size_t size)
+{
+    static const char replacement[] = "\xef\xbf\xbd";
+    json_t *string = NULL;
+    char *clean;
+    size_t bytes_needed, length = 0;
+
+    /* At worst every byte becomes the three of U+FFFD. */
+    if (__builtin_mul_overflow(size, 3, &bytes_needed) ||
+        (clean = malloc(bytes_needed + 1)) == NULL)
+        return NULL;
+    for (size_t at = 0; at < size;) {
+        int sequence = utf8_sequence(bytes + at, size - at);
+        size_t used = sequence > 0   ? (size_t)sequence
+                      : sequence < 0 ? (size_t)-sequence
+                                     : size - at;
+        size_t add = sequence > 0 ? used : sizeof replacement - 1;
+
+        memcpy(clean + length, sequence > 0 ? bytes + at : replacement, add);
+        length += add;
+        at += used;
+    }
+    string = json_stringn(clean, length);
+    free(clean);
+    return string;
+}
+
+bool json_print(json_t *document, struct error *error)
+{
+    int failed;
+
+    if (document == NULL)
+        return error_set(error, "out of memory for the JSON document");
+    /* Jansson's default of 17 digits reads back as the same double. */
+    failed = json_dumpf(document, stdout, JSON_INDENT(2));
+    putchar('\n');
+    json_decref(document);
+    if (failed)
+        return error_set(error, "standard output: cannot write the JSON document");
+    return output_flush(error);
+}
+
+bool output_flush(struct error *error)
+{
+    if (fflush(stdout) != 0 || ferror(stdout))
+        return error_set(error, "standard output: %s", strerror(errno));
+    return true;
+}
+
+/* ---- The machine ----------------------------------------------------------------------------- */
+
+static long read_topology(int cpu, const char *field)
+{
+    char path[96];
+    long value = -1;
+    FILE *file;
+
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/%s", cpu, field);
+    file = fopen(path, "re");
+    if (file == NULL)
+        return -1;
+    if (fscanf(file, "%ld", &value) != 1)
+        value = -1;
+    fclose(file);
+    return value;
+}
+
+unsigned machine_threads(void)
+{
+    long cores[CPU_SETSIZE][2];
+    unsigned count = 0;
+    cpu_set_t allowed;
+
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) {
+        long online = sysconf(_SC_NPROCESSORS_ONLN);
+
+        return online > 0 && online <= 1024 ? (unsigned)online : 1;
+    }
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        long package, core;
+        unsigned other = 0;
+
+        if (!CPU_ISSET(cpu, &allowed))
+            continue;
+        package = read_topology(cpu, "physical_package_id");
+        core = read_topology(cpu, "core_id");
+        while (core >= 0 && other < count &&
+               (cores[other][0] != package || cores[other][1] != core))
+            other++;
+        if (core < 0)
+            other = count;
+        if (other == count) {
+            cores[count][0] = package;
+            cores[count++][1] = core;
+        }
+    }
+    return count > 0 ? count : 1;
+}
+
+void machine_cpu(char *name, size_t size)
+{
+    FILE *file = fopen("/proc/cpuinfo", "re");
+    struct utsname system;
+    char line[256];
+    bool found = false;
+
+    while (file != NULL && !found && fgets(line, sizeof line, file) != NULL) {
+        const char *value = strchr(line, ':');
+
+        if (strncmp(line, "model name", 10) == 0 && value != NULL) {
+            line[strcspn(line, "\n")] = '\0';
+            snprintf(name, size, "%s", value + 1 + strspn(value + 1, " \t"));
+            found = true;
+        }
+    }
+    if (file != NULL)
+        fclose(file);
+    if (!found)
+        snprintf(name, size, "%s", uname(&system) == 0 ? system.machine : "unknown");
+}
+
+bool machine_isa(const char **isa, struct error *error)
+{
+    char message[PKV_MESSAGE_BYTES];
+    pkv_config config;
+    pkv_cache *cache;
+
+    /* The library tells it of an open cache; the smallest will do. */
+    pkv_config_init(&config);
+    config.layers = config.query_heads = config.kv_heads = 1;
+    config.head_dim = 8;
+    config.rank_k = config.rank_v = 1;
+    config.max_tokens = 1;
+    if (pkv_cache_open(&config, &cache, message) != PKV_OK)
+        return error_set(error, "the library: %s", message);
+    *isa = pkv_cache_isa(cache);
+    pkv_cache_close(cache);
+    return true;
+}
+
+double machine_seconds(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}

@@ -1,0 +1,382 @@
+/* SPDX-License-Identifier: MIT */
+/* puzzlekv-eval: measures what a policy for the KV cache does to a model. */
+#include "eval.h"
+
+#include <cblas.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "options.h"
+
+static const char program[] = "puzzlekv-eval";
+
+/* ---- Commands and their options ----------------------------------------------------------------
+ */
+
+enum {
+    OPTION_KV = OPTION_LONG_ONLY,
+    OPTION_IDS,
+    OPTION_TOKENS,
+    OPTION_PREFILL,
+    OPTION_DTYPE,
+    OPTION_JSON
+};
+
+/* clang-format off */
+#define ROW_KV      {OPTION_KV, "kv", "SPEC", "policy of the cache:\n" KV_SPEC_HELP}
+#define ROW_KVS     {OPTION_KV, "kv", "SPEC", "policy of the cache; repeatable:\n" KV_SPEC_HELP}
+#define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
+#define ROW_JSON    {OPTION_JSON, "json", NULL, "print one JSON document"}
+#define ROW_DTYPE_BF16 \
+    {OPTION_DTYPE, "dtype", "TYPE", "storage type of the cache: bf16, f16 or f32 (bf16)"}
+#define ROW_DTYPE_F32 \
+    {OPTION_DTYPE, "dtype", "TYPE", "storage type of the cache: bf16, f16 or f32 (f32)"}
+/* clang-format on */
+
+static const struct option_row info_rows[] = {
+    ROW_KVS, ROW_DTYPE_BF16, ROW_THREADS, ROW_JSON, OPTION_ROWS_COMMON,
+};
+
+static const struct option_row tokenize_rows[] = {
+    {'f', "file", "FILE", "the text; - is standard input"},
+    {OPTION_JSON, "json", NULL, "the same: the array is JSON"},
+    OPTION_ROWS_COMMON,
+};
+
+static const struct option_row logits_rows[] = {
+    {OPTION_IDS, "tokens", "FILE", "token ids as a JSON array; - is standard input"},
+    {OPTION_PREFILL, "prefill", "N", "tokens of the first step"},
+    ROW_KV,
+    ROW_DTYPE_F32,
+    {'o', "output", "FILE", "where the logits go, f32 little-endian"},
+    ROW_THREADS,
+    ROW_JSON,
+    OPTION_ROWS_COMMON,
+};
+
+static const struct option_row ppl_rows[] = {
+    {'f', "file", "FILE", "the text; - is standard input"},
+    {OPTION_TOKENS, "tokens", "N", "use the first N tokens of the text"},
+    {OPTION_PREFILL, "prefill", "N", "tokens of the first step"},
+    ROW_KVS,
+    ROW_DTYPE_BF16,
+    ROW_THREADS,
+    ROW_JSON,
+    OPTION_ROWS_COMMON,
+};
+
+struct command {
+    const char *name;
+    struct option_table table;
+    int required[5]; /* ids of options, 0 after the last */
+    const char *default_kv[2];
+    pkv_dtype default_dtype;
+    bool (*run)(const struct eval_arguments *arguments, struct error *error);
+};
+
+#define TABLE(usage, summary, rows)                                                                \
+    {                                                                                              \
+        usage, summary, rows, sizeof(rows) / sizeof *(rows)                                        \
+    }
+
+static const struct command commands[] = {
+    {"info",
+     TABLE("puzzlekv-eval info MODEL [OPTION]...",
+           "Tells a model's geometry and its KV bytes at several lengths; reads no weights.",
+           info_rows),
+     {0},
+     {"raw", "puzzle"},
+     PKV_BF16,
+     eval_info},
+    {"tokenize",
+     TABLE("puzzlekv-eval tokenize MODEL -f FILE [OPTION]...",
+           "Prints the token ids of a text as a JSON array; special tokens are parsed, no BOS is\n"
+           "added. MODEL may be a GGUF file with a vocabulary only.",
+           tokenize_rows),
+     {'f'},
+     {NULL},
+     PKV_BF16,
+     eval_tokenize},
+    {"logits",
+     TABLE("puzzlekv-eval logits MODEL --tokens FILE --prefill N --kv SPEC -o FILE [OPTION]...",
+           "Writes the logits after the first N tokens and after each further token fed alone.",
+           logits_rows),
+     {OPTION_IDS, OPTION_PREFILL, OPTION_KV, 'o'},
+     {NULL},
+     PKV_F32,
+     eval_logits},
+    {"ppl",
+     TABLE("puzzlekv-eval ppl MODEL -f FILE --tokens N --prefill M --kv SPEC... [OPTION]...",
+           "Predicts the last N - M of the text's first N tokens under each policy, and compares\n"
+           "with the dense cache.",
+           ppl_rows),
+     {'f', OPTION_TOKENS, OPTION_PREFILL, OPTION_KV},
+     {NULL},
+     PKV_BF16,
+     eval_ppl},
+};
+
+#define COMMAND_COUNT (sizeof commands / sizeof *commands)
+#define COMMAND_NAMES "info, tokenize, logits, ppl"
+
+static const struct command *find_command(const char *name)
+{
+    for (size_t i = 0; i < COMMAND_COUNT; i++) {
+        if (strcmp(commands[i].name, name) == 0)
+            return &commands[i];
+    }
+    return NULL;
+}
+
+/* ---- The command line ------------------------------------------------------------------------ */
+
+static bool add_kv(struct eval_arguments *a, const char *text, struct error *error)
+{
+    struct eval_kv *kv = &a->kv[a->kv_count++];
+
+    kv->text = text;
+    return kv_spec_parse(text, &kv->spec, error);
+}
+
+static bool set_option(struct eval_arguments *a, int id, const char *value, struct error *error)
+{
+    switch (id) {
+    case 'f':
+        a->file = value;
+        return true;
+    case 'o':
+        a->output = value;
+        return true;
+    case 't':
+        return option_threads(value, &a->threads, error);
+    case OPTION_IDS:
+        a->ids_file = value;
+        return true;
+    case OPTION_TOKENS:
+        return number_size("--tokens", value, 2, INT32_MAX, &a->tokens, error);
+    case OPTION_PREFILL:
+        return number_size("--prefill", value, 1, INT32_MAX, &a->prefill, error);
+    case OPTION_KV:
+        return add_kv(a, value, error);
+    case OPTION_DTYPE:
+        return option_dtype(value, &a->dtype, error);
+    case OPTION_JSON:
+        a->json = true;
+        return true;
+    }
+    return false;
+}
+
+enum wish { WISH_RUN, WISH_HELP, WISH_VERSION };
+
+/* Reads the command line behind the command; everything that it alone shows to be wrong fails. */
+static bool read_arguments(const struct command *command, int argc, char **argv,
+                           struct eval_arguments *a, enum wish *wish, struct error *error)
+{
+    bool seen[OPTION_JSON + 1] = {false};
+    const char *value;
+    int id;
+
+    *a = (struct eval_arguments){.threads = machine_threads(), .dtype = command->default_dtype};
+    *wish = WISH_RUN;
+    a->kv = calloc((size_t)argc + 2, sizeof *a->kv);
+    if (a->kv == NULL)
+        return error_set(error, "out of memory");
+    for (;;) {
+        if (!options_next(&command->table, argc, argv, &id, &value, error))
+            return false;
+        if (id == OPTION_END)
+            break;
+        if (id == OPTION_HELP || id == OPTION_VERSION) {
+            *wish = id == OPTION_HELP ? WISH_HELP : WISH_VERSION;
+            return true;
+        }
+        if (!set_option(a, id, value, error))
+            return false;
+        seen[id] = true;
+    }
+    if (!options_operand(argc, argv, "MODEL", &a->model, error))
+        return false;
+    for (size_t i = 0; command->required[i] != 0; i++) {
+        for (size_t row = 0; row < command->table.count; row++) {
+            const struct option_row *option = &command->table.rows[row];
+
+            if (option->id == command->required[i] && !seen[option->id])
+                return error_set(error, "--%s %s: is missing; --help shows the usage", option->name,
+                                 option->argument);
+        }
+    }
+    for (size_t i = 0; a->kv_count < 2 && i < 2 && !seen[OPTION_KV]; i++) {
+        if (command->default_kv[i] != NULL && !add_kv(a, command->default_kv[i], error))
+            return false;
+    }
+    if (command->run == eval_logits && a->kv_count > 1)
+        return error_set(error, "--kv: given %zu times; logits takes one", a->kv_count);
+    if (a->tokens > 0 && a->prefill >= a->tokens)
+        return error_set(error, "--prefill %zu: is not below --tokens %zu", a->prefill, a->tokens);
+    return true;
+}
+
+static bool print_help(const struct command *command, struct error *error)
+{
+    if (command != NULL)
+        return options_help(&command->table, error);
+    printf("Usage: puzzlekv-eval COMMAND MODEL [OPTION]...\n"
+           "Measures what a policy for the KV cache does to MODEL, a GGUF file or a Hugging Face\n"
+           "folder. Commands: " COMMAND_NAMES ".\n");
+    for (size_t i = 0; i < COMMAND_COUNT; i++) {
+        putchar('\n');
+        if (!options_help(&commands[i].table, error))
+            return false;
+    }
+    return true;
+}
+
+/* ---- Shared by the commands -------------------------------------------------------------------
+ */
+
+static bool go_on(void *opaque, size_t done, size_t layers)
+{
+    (void)opaque;
+    (void)done;
+    (void)layers;
+    return !interrupt_seen();
+}
+
+bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,
+                           const pkv_cache *cache, struct transformer **transformer,
+                           struct error *error)
+{
+    const struct transformer_options options = {
+        .threads = arguments->threads, .isa = pkv_cache_isa(cache), .layer_done = go_on};
+
+    return transformer_open(model, &options, transformer, error);
+}
+
+bool eval_cache_open(const struct eval_arguments *arguments, const struct model *model,
+                     const struct kv_spec *spec, size_t tokens, size_t step_tokens,
+                     struct eval_cache *cache, struct error *error)
+{
+    char message[PKV_MESSAGE_BYTES];
+    pkv_config config;
+
+    *cache = (struct eval_cache){.spec = *spec};
+    pkv_config_init(&config);
+    transformer_describe(model, &config);
+    if (!kv_spec_apply(&cache->spec, &config, error))
+        return false;
+    config.dtype = arguments->dtype;
+    config.max_tokens = tokens;
+    config.max_step_tokens = step_tokens;
+    config.threads = arguments->threads;
+    if (pkv_cache_open(&config, &cache->cache, message) != PKV_OK)
+        return error_set(error, "the cache: %s", message);
+    if (pkv_seq_open(cache->cache, &cache->seq) != PKV_OK) {
+        error_set(error, "the cache: %s", pkv_cache_message(cache->cache));
+        eval_cache_close(cache);
+        return false;
+    }
+    return true;
+}
+
+void eval_cache_close(struct eval_cache *cache)
+{
+    pkv_cache_close(cache->cache);
+    *cache = (struct eval_cache){.cache = NULL};
+}
+
+bool eval_cache_stats(const struct eval_cache *cache, pkv_stats *stats, struct error *error)
+{
+    *stats = (pkv_stats){.struct_size = sizeof *stats};
+    if (pkv_cache_stats(cache->cache, stats) != PKV_OK)
+        return error_set(error, "the cache: %s", pkv_cache_message(cache->cache));
+    return true;
+}
+
+bool eval_print_document(const struct eval_arguments *arguments, json_t *members,
+                         struct error *error)
+{
+    json_t *document;
+    char cpu[256];
+    const char *isa;
+
+    if (!machine_isa(&isa, error)) {
+        json_decref(members);
+        return false;
+    }
+    machine_cpu(cpu, sizeof cpu);
+    document = json_pack("{s:o, s:s, s:o, s:i, s:s}", "model",
+                         json_bytes(arguments->model, strlen(arguments->model)), "isa", isa, "cpu",
+                         json_bytes(cpu, strlen(cpu)), "threads", (int)arguments->threads, "dtype",
+                         eval_dtype_name(arguments->dtype));
+    if (json_object_update(document, members) != 0) {
+        json_decref(document);
+        document = NULL;
+    }
+    json_decref(members);
+    return json_print(document, error);
+}
+
+int eval_kv_width(const struct eval_arguments *arguments)
+{
+    size_t width = 2;
+
+    for (size_t i = 0; i < arguments->kv_count; i++) {
+        if (strlen(arguments->kv[i].text) > width)
+            width = strlen(arguments->kv[i].text);
+    }
+    return (int)width;
+}
+
+const char *eval_dtype_name(pkv_dtype dtype)
+{
+    return dtype == PKV_F32 ? "f32" : dtype == PKV_F16 ? "f16" : "bf16";
+}
+
+int main(int argc, char **argv)
+{
+    const struct command *command = argc > 1 ? find_command(argv[1]) : NULL;
+    struct eval_arguments arguments = {.kv = NULL};
+    enum wish wish = WISH_RUN;
+    struct error error;
+    int code = EXIT_DONE;
+
+    /* The runner spreads its products over OpenMP threads that each call BLAS: a second pool of
+     * threads inside BLAS would compete with them for the same cores. */
+    openblas_set_num_threads(1);
+    if (command != NULL) {
+        if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
+            code = EXIT_USAGE;
+    } else if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
+        wish = WISH_HELP;
+    } else if (argc > 1 && (strcmp(argv[1], "--version") == 0 || strcmp(argv[1], "-V") == 0)) {
+        wish = WISH_VERSION;
+    } else {
+        if (argc > 1)
+            error_set(&error, "%.40s: unknown command; there are: %s", argv[1], COMMAND_NAMES);
+        else
+            error_set(&error, "COMMAND: is missing; there are: %s", COMMAND_NAMES);
+        code = EXIT_USAGE;
+    }
+
+    if (code == EXIT_DONE) {
+        bool done;
+
+        if (wish == WISH_HELP) {
+            done = print_help(command, &error);
+        } else if (wish == WISH_VERSION) {
+            done = options_version(program, &error);
+        } else {
+            interrupt_catch();
+            done = command->run(&arguments, &error);
+            progress_clear();
+        }
+        if (!done)
+            code = interrupt_seen() ? EXIT_INTERRUPTED : EXIT_FAILED;
+    }
+    if (code != EXIT_DONE)
+        error_print(program, &error);
+    free(arguments.kv);
+    return code;
+}
