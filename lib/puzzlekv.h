@@ -119,7 +119,9 @@ typedef struct pkv_config {
     float softmax_scale; /* scores are softmax_scale * q.k; 0 means 1/sqrt(d); 0 */
 
     /* Capacity. A step never fails for want of a slot while the tokens of all sequences, forks
-     * counted in full, sum to at most max_tokens; pkv_footprint_of() gives the slot counts. */
+     * counted in full, sum to at most max_tokens. What forks share is stored once, so they may go
+     * beyond that sum as long as what is stored and what is new stay within max_tokens and slots
+     * are free. pkv_footprint_of() gives the slot counts. */
     size_t max_sequences;   /* 1 */
     size_t max_tokens;      /* required: of all sequences together, and so of each */
     size_t max_step_tokens; /* new tokens of all items of one step; 0 means max_tokens; 0 */
