@@ -3,21 +3,12 @@
  * says it stores. */
 #include "numeric.h"
 #include "puzzlekv.h"
+#include "tests.h"
 
-#include <check.h>
-#include <jansson.h>
 #include <math.h>
 #include <stdbool.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* As ck_assert(), which writes to a pipe even when all is well: too slow for many. */
-#define require(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            ck_abort_msg("%s", #condition);                                                        \
-    } while (0)
 
 #define require_ok(cache, call)                                                                    \
     do {                                                                                           \
@@ -25,34 +16,12 @@
             ck_abort_msg("%s: %s", #call, pkv_cache_message(cache));                               \
     } while (0)
 
-static void *allocate(size_t count, size_t size)
-{
-    void *p = calloc(count, size);
-
-    ck_assert_ptr_nonnull(p);
-    return p;
-}
-
-static uint64_t random_state;
-
-static uint32_t random_u32(void)
-{
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(random_state >> 32);
-}
-
-/* In -1 .. 1. */
-static float random_float(void)
-{
-    return (float)(int32_t)random_u32() * 0x1p-31f;
-}
-
 static float *random_array(size_t n, float scale)
 {
-    float *x = allocate(n, sizeof *x);
+    float *x = tests_allocate(n, sizeof *x);
 
     for (size_t i = 0; i < n; i++)
-        x[i] = scale * random_float();
+        x[i] = scale * tests_random_float();
     return x;
 }
 
@@ -92,16 +61,6 @@ static pkv_config make_config(const struct shape *shape, pkv_dtype dtype, size_t
     return config;
 }
 
-static pkv_cache *open_cache(const pkv_config *config)
-{
-    char message[PKV_MESSAGE_BYTES];
-    pkv_cache *cache;
-
-    if (pkv_cache_open(config, &cache, message) != PKV_OK)
-        ck_abort_msg("%s", message);
-    return cache;
-}
-
 /* A sequence's whole input and output, f32 and packed: [layers][tokens, heads, d]. */
 struct stream {
     const struct shape *shape;
@@ -115,13 +74,13 @@ static struct stream make_stream(const struct shape *shape, size_t tokens, uint6
     size_t kv = shape->layers * tokens * shape->kv_heads * shape->d;
     struct stream stream = {shape, tokens, NULL, NULL, NULL, NULL, NULL};
 
-    random_state = seed;
+    tests_seed(seed);
     /* Scores of a few units: neither uniform nor a single peak. */
     stream.q = random_array(q * shape->d, 6);
     stream.k = random_array(kv, 1);
     stream.v = random_array(kv, 1);
-    stream.out = allocate(q * shape->d, sizeof(float));
-    stream.lse = allocate(q, sizeof(float));
+    stream.out = tests_allocate(q * shape->d, sizeof(float));
+    stream.lse = tests_allocate(q, sizeof(float));
     return stream;
 }
 
@@ -192,8 +151,8 @@ static struct context read_context(pkv_seq *seq, const struct stream *stream, pk
     struct context context = {.tokens = cached + n};
     size_t elements = shape->layers * shape->kv_heads * context.tokens * shape->d;
 
-    context.k = allocate(elements, sizeof(float));
-    context.v = allocate(elements, sizeof(float));
+    context.k = tests_allocate(elements, sizeof(float));
+    context.v = tests_allocate(elements, sizeof(float));
     for (size_t i = 0; i < shape->layers * shape->kv_heads; i++) {
         size_t layer = i / shape->kv_heads;
         size_t head = i % shape->kv_heads;
@@ -227,7 +186,7 @@ static void free_context(struct context *context)
 static double attend(const float *q, const float *k, const float *v, size_t tokens, size_t d,
                      double scale, double *out)
 {
-    double *score = allocate(tokens, sizeof *score);
+    double *score = tests_allocate(tokens, sizeof *score);
     double largest = -INFINITY;
     double sum = 0;
 
@@ -257,7 +216,7 @@ static double output_error(const struct stream *stream, const struct context *co
 {
     const struct shape *shape = stream->shape;
     const size_t d = shape->d;
-    double *exact = allocate(d, sizeof *exact);
+    double *exact = tests_allocate(d, sizeof *exact);
     double error = 0;
     double largest = 0;
 
@@ -318,7 +277,7 @@ static void check_outputs(const struct shape *shape, pkv_dtype dtype, const char
     pkv_seq *seq;
 
     config.isa = isa;
-    cache = open_cache(&config);
+    cache = tests_open_cache(&config);
     ck_assert_str_eq(pkv_cache_isa(cache), isa);
     require_ok(cache, pkv_seq_open(cache, &seq));
     for (size_t i = 0; i < 12 && chunks[i] > 0; i++) {
@@ -343,24 +302,8 @@ static void check_outputs(const struct shape *shape, pkv_dtype dtype, const char
     free_stream(&stream);
 }
 
-static const char *isas[4];
+static const char *isas[TESTS_ISAS];
 static size_t n_isas;
-
-static void find_isas(void)
-{
-    static const char *const names[] = {"generic", "avx2", "avx512", "neon"};
-    const struct shape shape = {1, 1, 1, 8, 8, 1, 1, 1, 1};
-
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        pkv_config config = make_config(&shape, PKV_F32, 8);
-        pkv_cache *cache;
-
-        config.isa = names[i];
-        if (pkv_cache_open(&config, &cache, NULL) == PKV_OK)
-            isas[n_isas++] = names[i];
-        pkv_cache_close(cache);
-    }
-}
 
 START_TEST(outputs)
 {
@@ -371,22 +314,6 @@ START_TEST(outputs)
 END_TEST
 
 /* ---- The fixture ---- */
-
-static float *read_floats(const char *name, size_t count)
-{
-    const char *data = getenv("PUZZLEKV_TEST_DATA");
-    float *x = allocate(count, sizeof *x);
-    char path[1024];
-    FILE *file;
-
-    ck_assert_ptr_nonnull(data);
-    snprintf(path, sizeof path, "%s/%s", data, name);
-    file = fopen(path, "rb");
-    ck_assert_ptr_nonnull(file);
-    ck_assert_uint_eq(fread(x, sizeof *x, count, file), count);
-    fclose(file);
-    return x;
-}
 
 enum { FIXTURE_TOKENS = 300, FIXTURE_HEADS = 3, FIXTURE_DIM = 64 };
 
@@ -427,15 +354,15 @@ static void check_fixture(const json_t *json, const char *name, const struct sha
 
     free(stream.k);
     free(stream.v);
-    stream.k = read_floats("attention/k.f32", FIXTURE_TOKENS * FIXTURE_DIM);
-    stream.v = read_floats("attention/v.f32", FIXTURE_TOKENS * FIXTURE_DIM);
+    stream.k = tests_read_f32(tests_path("attention/k.f32"), FIXTURE_TOKENS * FIXTURE_DIM);
+    stream.v = tests_read_f32(tests_path("attention/v.f32"), FIXTURE_TOKENS * FIXTURE_DIM);
 
-    float *q = read_floats("attention/q.f32", q_elements);
+    float *q = tests_read_f32(tests_path("attention/q.f32"), q_elements);
 
     memcpy(stream.q + (FIXTURE_TOKENS - 1) * q_elements, q, q_elements * sizeof *q);
     free(q);
     config.isa = isa;
-    cache = open_cache(&config);
+    cache = tests_open_cache(&config);
     require_ok(cache, pkv_seq_open(cache, &seq));
     step(cache, seq, &stream, FIXTURE_TOKENS - 1);
     if (shape->rank_k > 0)
@@ -455,12 +382,8 @@ START_TEST(fixture)
 {
     const struct shape raw = {1, FIXTURE_HEADS, 1, FIXTURE_DIM, 32, 1, 1, 0, 0};
     const struct shape puzzle = {1, FIXTURE_HEADS, 1, FIXTURE_DIM, 32, 1, 1, 16, 14};
-    char path[1024];
-    json_t *json;
+    json_t *json = tests_json(tests_path("attention/expected.json"));
 
-    snprintf(path, sizeof path, "%s/attention/expected.json", getenv("PUZZLEKV_TEST_DATA"));
-    json = json_load_file(path, 0, NULL);
-    ck_assert_ptr_nonnull(json);
     check_fixture(json, "raw", &raw, isas[_i]);
     check_fixture(json, "puzzle_16_14", &puzzle, isas[_i]);
     json_decref(json);
@@ -481,7 +404,7 @@ static uint64_t run_stream(const struct shape *shape, pkv_dtype dtype, unsigned 
     uint64_t value;
 
     config.threads = threads;
-    cache = open_cache(&config);
+    cache = tests_open_cache(&config);
     require_ok(cache, pkv_seq_open(cache, &seq));
     for (size_t done = 0; done < stream->tokens; done += *chunks++)
         step(cache, seq, stream, *chunks);
@@ -553,7 +476,7 @@ START_TEST(batches_change_nothing)
     pkv_cache *cache;
 
     config.max_sequences = N;
-    cache = open_cache(&config);
+    cache = tests_open_cache(&config);
     for (size_t i = 0; i < N; i++) {
         batch[i] = make_stream(shape, tokens[i], 20 + i);
         require_ok(cache, pkv_seq_open(cache, &seqs[i]));
@@ -676,12 +599,12 @@ START_TEST(types_and_strides)
     struct stream packed = make_stream(&shape, TOKENS, 41);
     size_t q_elements = TOKENS * shape.query_heads * d;
     size_t kv_elements = TOKENS * shape.kv_heads * d;
-    char *fused = allocate(TOKENS * token_stride, type_bytes(type));
-    char *out = allocate(TOKENS * out_token_stride, type_bytes(out_type));
-    char *untouched = allocate(TOKENS * out_token_stride, type_bytes(out_type));
+    char *fused = tests_allocate(TOKENS * token_stride, type_bytes(type));
+    char *out = tests_allocate(TOKENS * out_token_stride, type_bytes(out_type));
+    char *untouched = tests_allocate(TOKENS * out_token_stride, type_bytes(out_type));
     static const size_t chunks[] = {TOKENS};
     pkv_config config = make_config(&shape, PKV_BF16, TOKENS);
-    pkv_cache *cache = open_cache(&config);
+    pkv_cache *cache = tests_open_cache(&config);
     size_t k_at = shape.query_heads * head_stride;
     size_t v_at = k_at + shape.kv_heads * head_stride;
     pkv_step_io io = {
@@ -734,7 +657,7 @@ START_TEST(storing_without_attending)
     static const size_t chunks[] = {TOKENS};
     uint64_t expected = run_stream(&small, PKV_F32, 2, &stream, chunks);
     pkv_config config = make_config(&small, PKV_F32, TOKENS);
-    pkv_cache *cache = open_cache(&config);
+    pkv_cache *cache = tests_open_cache(&config);
     pkv_step_item item = {.tokens = TOKENS};
     pkv_step *open;
 
@@ -765,7 +688,7 @@ START_TEST(contents)
     const struct shape *shape = &small; /* P 8: pages 0 sink, 1 .. 5 factorized, 6 window */
     struct stream stream = make_stream(shape, TOKENS, 61);
     pkv_config config = make_config(shape, type, TOKENS);
-    pkv_cache *cache = open_cache(&config);
+    pkv_cache *cache = tests_open_cache(&config);
     float k[2][8 * 32], v[2][8 * 32];
     pkv_seq *seq;
 
@@ -816,7 +739,7 @@ START_TEST(rebuilt_pages_stay_finite)
             stream.k[i] = 65504;
     }
 
-    pkv_cache *cache = open_cache(&config);
+    pkv_cache *cache = tests_open_cache(&config);
     pkv_seq *seq;
 
     require_ok(cache, pkv_seq_open(cache, &seq));
@@ -857,7 +780,7 @@ START_TEST(shared_pages)
         memcpy(b.v + at, a.v + at, bytes);
     }
     config.max_sequences = 2;
-    cache = open_cache(&config);
+    cache = tests_open_cache(&config);
     require_ok(cache, pkv_seq_open(cache, &seq));
     step(cache, seq, &a, 27);
     require_ok(cache, pkv_seq_fork(seq, &fork));
@@ -890,7 +813,7 @@ static void check_fault(pkv_dtype dtype, const struct fault *faults, size_t n, c
     const struct shape *shape = &small;
     struct stream stream = make_stream(shape, 31, 81);
     pkv_config config = make_config(shape, dtype, 31);
-    pkv_cache *cache = open_cache(&config);
+    pkv_cache *cache = tests_open_cache(&config);
     pkv_status status = PKV_OK;
     pkv_step_item item = {.tokens = 20};
     uint64_t before;
@@ -900,8 +823,8 @@ static void check_fault(pkv_dtype dtype, const struct fault *faults, size_t n, c
     step(cache, item.seq, &stream, 11);
     before = digest(item.seq);
 
-    float *clean_k = allocate(shape->layers * 31 * shape->kv_heads * shape->d, sizeof(float));
-    float *clean_v = allocate(shape->layers * 31 * shape->kv_heads * shape->d, sizeof(float));
+    float *clean_k = tests_allocate(shape->layers * 31 * shape->kv_heads * shape->d, sizeof(float));
+    float *clean_v = tests_allocate(shape->layers * 31 * shape->kv_heads * shape->d, sizeof(float));
     size_t bytes = shape->layers * 31 * shape->kv_heads * shape->d * sizeof(float);
 
     memcpy(clean_k, stream.k, bytes);
@@ -977,7 +900,7 @@ START_TEST(transient_memory)
     pkv_step *open;
 
     config.threads = 8;
-    cache = open_cache(&config);
+    cache = tests_open_cache(&config);
     require_ok(cache, pkv_seq_open(cache, &item.seq));
     require_ok(cache, pkv_step_begin(cache, &item, 1, &open));
     for (size_t layer = 0; layer < shape.layers; layer++) {
@@ -1000,7 +923,7 @@ int main(void)
     Suite *suite = suite_create("attention");
     TCase *test = tcase_create("attention");
 
-    find_isas();
+    n_isas = tests_find_isas(isas);
     tcase_add_loop_test(test, outputs, 0, 3 * (int)n_isas);
     tcase_add_loop_test(test, fixture, 0, (int)n_isas);
     tcase_add_test(test, threads_change_nothing);
@@ -1015,13 +938,5 @@ int main(void)
     tcase_add_test(test, values_that_cannot_be_stored);
     tcase_add_test(test, transient_memory);
     suite_add_tcase(suite, test);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_NORMAL);
-
-    int failed = srunner_ntests_failed(runner);
-
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return tests_run(suite);
 }

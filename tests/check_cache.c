@@ -2,7 +2,8 @@
 /* Opening caches: checked configurations, bytes and slots, memory, names. */
 #include "fake_backend.h"
 
-#include <check.h>
+#include "tests.h" /* after message.h: see there */
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -441,13 +442,11 @@ END_TEST
 
 static float *random_rows(size_t elements)
 {
-    float *rows = malloc(elements * sizeof *rows);
-    uint32_t random = 1;
+    float *rows = tests_allocate(elements, sizeof *rows);
 
-    for (size_t i = 0; i < elements; i++) {
-        random = random * 1664525u + 1013904223u;
-        rows[i] = (float)(int32_t)random * 0x1p-31f;
-    }
+    tests_seed(1);
+    for (size_t i = 0; i < elements; i++)
+        rows[i] = tests_random_float();
     return rows;
 }
 
@@ -545,13 +544,5 @@ int main(void)
     tcase_add_test(test, footprint_is_what_is_stored);
     tcase_add_test(test, transient_bytes_of_a_prompt);
     suite_add_tcase(suite, test);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_ENV);
-
-    int failed = srunner_ntests_failed(runner);
-
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return tests_run(suite);
 }

@@ -1,51 +1,27 @@
 /* SPDX-License-Identifier: MIT */
 /* Conversations against what the models' templates give, on small vocabularies. */
-#include <check.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "gguf_writer.h"
 #include "runner/chat.h"
 #include "runner/tokenizer.h"
-
-static const char *data_path(const char *name)
-{
-    static char path[4096];
-    const char *data = getenv("PUZZLEKV_TEST_DATA");
-
-    ck_assert_msg(data != NULL, "PUZZLEKV_TEST_DATA is not set");
-    snprintf(path, sizeof path, "%s/tokenizer/%s", data, name);
-    return path;
-}
-
-static json_t *load_data(const char *name)
-{
-    json_error_t error;
-    json_t *root = json_load_file(data_path(name), JSON_ALLOW_NUL, &error);
-
-    ck_assert_msg(root != NULL, "%s: %s", name, error.text);
-    return root;
-}
+#include "tests.h"
 
 /* One of the small vocabularies with a template (NULL: none), by way of a folder. `as_file`: the
  * template is a file of its own. */
 static struct tokenizer *open_with_template(const char *kind, const char *bos, const char *template,
                                             bool as_file)
 {
-    const char *parent = getenv("TMPDIR");
-    char folder[2048], path[4096], name[64];
-    json_t *tokenizer_json, *config = json_object();
+    json_t *tokenizer_json = tests_json(tests_path("tokenizer/%s/tokenizer.json", kind));
+    json_t *config = json_object();
+    char folder[TESTS_FOLDER_BYTES], path[TESTS_FOLDER_BYTES + 32];
     struct tokenizer *tokenizer;
     struct error error;
     bool opened;
 
-    snprintf(folder, sizeof folder, "%s/check_chat.XXXXXX", parent == NULL ? "/tmp" : parent);
-    ck_assert_ptr_nonnull(mkdtemp(folder));
-    snprintf(name, sizeof name, "%s/tokenizer.json", kind);
-    tokenizer_json = load_data(name);
+    tests_make_folder(folder);
     snprintf(path, sizeof path, "%s/tokenizer.json", folder);
     ck_assert_int_eq(json_dump_file(tokenizer_json, path, 0), 0);
     json_object_set_new(config, "bos_token", json_string(bos));
@@ -59,12 +35,7 @@ static struct tokenizer *open_with_template(const char *kind, const char *bos, c
     ck_assert_int_eq(json_dump_file(config, path, 0), 0);
 
     opened = tokenizer_open(folder, &tokenizer, &error);
-    unlink(path);
-    snprintf(path, sizeof path, "%s/tokenizer.json", folder);
-    unlink(path);
-    snprintf(path, sizeof path, "%s/chat_template.jinja", folder);
-    unlink(path);
-    rmdir(folder);
+    tests_remove_folder(folder);
     ck_assert_msg(opened, "%s", error.text);
     json_decref(tokenizer_json);
     json_decref(config);
@@ -92,6 +63,7 @@ static void check_case(const struct chat *chat, const char *name, size_t number,
     struct chat_turn turns[MAX_TURNS];
     struct token_list list = {0};
     struct error error;
+    char what[100];
     size_t count;
 
     json_array_foreach(json_object_get(expected, "turns"), count, turn)
@@ -106,19 +78,15 @@ static void check_case(const struct chat *chat, const char *name, size_t number,
     ck_assert_msg(chat_format(chat, system, turns, count,
                               json_is_true(json_object_get(expected, "answer")), &list, &error),
                   "%s", error.text);
-    for (size_t i = 0; i < list.count && i < json_array_size(ids); i++)
-        ck_assert_msg(list.ids[i] == json_integer_value(json_array_get(ids, i)),
-                      "%s: conversation %zu: id %zu is %d, expected %lld", name, number, i,
-                      list.ids[i], (long long)json_integer_value(json_array_get(ids, i)));
-    ck_assert_msg(list.count == json_array_size(ids), "%s: conversation %zu: %zu ids, expected %zu",
-                  name, number, list.count, json_array_size(ids));
+    snprintf(what, sizeof what, "%s: conversation %zu", name, number);
+    tests_compare_ids(list.ids, list.count, ids, what);
     token_list_free(&list);
 }
 
 /* The loop's number: even, the template is in tokenizer_config.json; odd, in a file. */
 START_TEST(expected_ids)
 {
-    json_t *root = load_data("chat.json"), *entry, *expected;
+    json_t *root = tests_json(tests_path("tokenizer/chat.json")), *entry, *expected;
     size_t i, j;
 
     json_array_foreach(root, i, entry)
@@ -181,7 +149,7 @@ static void check_shown(const struct tokenizer *tokenizer, const struct chat *ch
 
 START_TEST(date)
 {
-    json_t *root = load_data("chat.json");
+    json_t *root = tests_json(tests_path("tokenizer/chat.json"));
     struct tokenizer *tokenizer =
         open_with_template("llama3", "<|begin_of_text|>", template_of(root, "llama-3.1"), true);
     struct chat *chat = open_chat(tokenizer, "01 Feb 2026");
@@ -270,8 +238,6 @@ int main(void)
 {
     Suite *suite = suite_create("chat");
     TCase *tests = tcase_create("all");
-    SRunner *runner;
-    int failed;
 
     tcase_add_loop_test(tests, expected_ids, 0, 2);
     tcase_add_test(tests, date);
@@ -280,9 +246,5 @@ int main(void)
                         sizeof unknown_templates / sizeof unknown_templates[0]);
     tcase_add_test(tests, no_template);
     suite_add_tcase(suite, tests);
-    runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

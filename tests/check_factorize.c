@@ -3,41 +3,16 @@
 #include "backend.h"
 #include "numeric.h"
 
-#include <check.h>
+#include "tests.h" /* after message.h: see there */
+
 #include <fenv.h>
-#include <jansson.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #ifdef __SSE__
 #include <xmmintrin.h>
 #endif
-
-/* As ck_assert(), which writes to a pipe even when all is well: too slow for many. */
-#define require(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            ck_abort_msg("%s", #condition);                                                        \
-    } while (0)
-
-static void *allocate(size_t count, size_t size)
-{
-    void *p = calloc(count, size);
-
-    ck_assert_ptr_nonnull(p);
-    return p;
-}
-
-static uint64_t random_state;
-
-/* In -1 .. 1. */
-static float random_float(void)
-{
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (float)(int32_t)(random_state >> 32) * 0x1p-31f;
-}
 
 /* ---- A page through the backend ---- */
 
@@ -65,7 +40,7 @@ static void widen(pkv_dtype dtype, size_t n, const void *from, float *to)
 /* [n, length, d] to the rows [length, n, d] of a step. */
 static float *rows_of(const struct pages *pages, const float *x)
 {
-    float *rows = allocate(pages->n * pages->length * pages->d, sizeof *rows);
+    float *rows = tests_allocate(pages->n * pages->length * pages->d, sizeof *rows);
 
     for (size_t i = 0; i < pages->n; i++)
         for (size_t t = 0; t < pages->length; t++)
@@ -77,8 +52,8 @@ static float *rows_of(const struct pages *pages, const float *x)
 static float *read_parts(struct backend *backend, const struct pages *pages, enum page_part part,
                          size_t elements)
 {
-    float *out = allocate(pages->n * elements, sizeof *out);
-    float *stored = allocate(elements, sizeof *stored);
+    float *out = tests_allocate(pages->n * elements, sizeof *out);
+    float *stored = tests_allocate(elements, sizeof *stored);
     struct page page = {0, SLOT_FACTOR};
 
     for (size_t i = 0; i < pages->n; i++) {
@@ -230,33 +205,6 @@ static void check_form(size_t length, size_t d, size_t rank, size_t carrying, co
 
 /* ---- Real pages ---- */
 
-static float *read_floats(const char *name, size_t count)
-{
-    const char *data = getenv("PUZZLEKV_TEST_DATA");
-    float *x = allocate(count, sizeof *x);
-    char path[1024];
-    FILE *file;
-
-    ck_assert_ptr_nonnull(data);
-    snprintf(path, sizeof path, "%s/%s", data, name);
-    file = fopen(path, "rb");
-    ck_assert_ptr_nonnull(file);
-    ck_assert_uint_eq(fread(x, sizeof *x, count, file), count);
-    fclose(file);
-    return x;
-}
-
-static json_t *read_json(const char *name)
-{
-    char path[1024];
-    json_t *json;
-
-    snprintf(path, sizeof path, "%s/%s", getenv("PUZZLEKV_TEST_DATA"), name);
-    json = json_load_file(path, 0, NULL);
-    ck_assert_ptr_nonnull(json);
-    return json;
-}
-
 enum { REAL_PAGES = 36, REAL_LENGTH = 32, REAL_DIM = 64 };
 
 /* The listed optima by kind ("keys", "values"), rank and page. */
@@ -277,11 +225,11 @@ static double norm_of(const json_t *json, const char *kind, size_t page)
 
 START_TEST(real_pages)
 {
-    json_t *json = read_json("pages/expected.json");
+    json_t *json = tests_json(tests_path("pages/expected.json"));
     json_t *ranks = json_object_get(json_object_get(json, "optimal_squared_error"), "keys");
     const size_t page_elements = REAL_LENGTH * REAL_DIM;
-    float *k = read_floats("pages/keys.f32", REAL_PAGES * page_elements);
-    float *v = read_floats("pages/values.f32", REAL_PAGES * page_elements);
+    float *k = tests_read_f32(tests_path("pages/keys.f32"), REAL_PAGES * page_elements);
+    float *v = tests_read_f32(tests_path("pages/values.f32"), REAL_PAGES * page_elements);
     size_t n_ranks = 0;
     const char *name;
     json_t *unused;
@@ -324,7 +272,7 @@ END_TEST
 /* Eigenvalues of X X^T by cyclic Jacobi rotations, descending: slow, and nothing of LAPACK. */
 static void eigenvalues(size_t length, size_t d, const float *x, double *values)
 {
-    double *g = allocate(length * length, sizeof *g);
+    double *g = tests_allocate(length * length, sizeof *g);
 
     for (size_t i = 0; i < length; i++)
         for (size_t j = 0; j < length; j++)
@@ -372,7 +320,7 @@ enum kind { RANDOM, ZERO, CONSTANT, DEFICIENT, DUPLICATE, GRADED, ONE_ROW, KINDS
 static size_t make_page(enum kind kind, size_t length, size_t d, float scale, float *x)
 {
     for (size_t i = 0; i < length * d; i++)
-        x[i] = scale * random_float();
+        x[i] = scale * tests_random_float();
     switch (kind) {
     case ZERO:
         memset(x, 0, length * d * sizeof *x);
@@ -383,10 +331,10 @@ static size_t make_page(enum kind kind, size_t length, size_t d, float scale, fl
         return 1;
     case DEFICIENT: /* exact sums of three rows, with small integers */
         for (size_t i = 0; i < 3 * d; i++)
-            x[i] = scale * rintf(8 * random_float());
+            x[i] = scale * rintf(8 * tests_random_float());
         for (size_t t = 3; t < length; t++) {
-            float a = rintf(4 * random_float());
-            float b = rintf(4 * random_float());
+            float a = rintf(4 * tests_random_float());
+            float b = rintf(4 * tests_random_float());
 
             for (size_t i = 0; i < d; i++)
                 x[t * d + i] = a * x[i] + b * x[d + i] + x[2 * d + i];
@@ -414,8 +362,8 @@ static size_t make_page(enum kind kind, size_t length, size_t d, float scale, fl
 
 static void check_made_up(enum kind kind, size_t length, size_t d, size_t rank, float scale)
 {
-    float *x = allocate(length * d, sizeof *x);
-    double *values = allocate(length, sizeof *values);
+    float *x = tests_allocate(length * d, sizeof *x);
+    double *values = tests_allocate(length, sizeof *values);
     size_t carrying = make_page(kind, length, d, scale, x);
     struct pages pages = {1, length, d, rank, rank, PKV_F32, .k = x, .v = x};
     double norm = squared_norm(length * d, x);
@@ -450,7 +398,7 @@ START_TEST(made_up_pages)
                                        {40, 24, 24}, {64, 72, 33},  {64, 64, 64}};
     static const float scales[] = {1, 1e-15f, 1e15f};
 
-    random_state = (uint64_t)_i;
+    tests_seed((uint64_t)_i);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (size_t j = 0; j < sizeof scales / sizeof *scales; j++)
             check_made_up((enum kind)_i, shapes[i][0], shapes[i][1], shapes[i][2], scales[j]);
@@ -459,7 +407,7 @@ END_TEST
 
 START_TEST(largest_pages)
 {
-    random_state = 7;
+    tests_seed(7);
     check_made_up(DEFICIENT, 256, 256, 14, 1);
     check_made_up(CONSTANT, 256, 1024, 256, 1);
     check_made_up(DEFICIENT, 248, 8, 8, 1e-30f);
@@ -470,9 +418,9 @@ END_TEST
 
 static float *random_page(size_t length, size_t d)
 {
-    float *x = allocate(length * d, sizeof *x);
+    float *x = tests_allocate(length * d, sizeof *x);
 
-    random_state = 11;
+    tests_seed(11);
     make_page(RANDOM, length, d, 1, x);
     for (size_t i = 0; i < length * d; i++)
         x[i] = bf16_to_f32(bf16_from_f32(x[i]));
@@ -585,13 +533,5 @@ int main(void)
     tcase_add_test(test, modes_of_the_caller);
     tcase_add_test(test, factors_overflow);
     suite_add_tcase(suite, test);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_NORMAL);
-
-    int failed = srunner_ntests_failed(runner);
-
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return tests_run(suite);
 }

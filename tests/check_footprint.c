@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /* Bytes after real appends: the library's statistics, its pool, and the process's memory. */
-#include <check.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "puzzlekv.h"
+#include "tests.h"
 
 #define LAYERS   4
 #define KV_HEADS 2
@@ -36,16 +36,13 @@ static void fill_cache(pkv_factors factors, struct result *result)
     pkv_config config;
     pkv_cache *cache;
     pkv_seq *seq;
-    char message[PKV_MESSAGE_BYTES];
-    float *k = malloc(STEP * ROW * sizeof *k);
-    float *v = malloc(STEP * ROW * sizeof *v);
-    uint32_t random = 1;
+    float *k = tests_allocate(STEP * ROW, sizeof *k);
+    float *v = tests_allocate(STEP * ROW, sizeof *v);
 
-    ck_assert(k != NULL && v != NULL);
+    tests_seed(1);
     for (size_t i = 0; i < STEP * ROW; i++) {
-        random = random * 1664525u + 1013904223u;
-        k[i] = (float)(random >> 16) / 65536 - 0.5f;
-        v[i] = (float)(random >> 8 & 0xffff) / 65536 - 0.5f;
+        k[i] = tests_random_float();
+        v[i] = tests_random_float();
     }
     pkv_config_init(&config);
     config.layers = LAYERS;
@@ -57,7 +54,7 @@ static void fill_cache(pkv_factors factors, struct result *result)
 
     size_t before = resident_bytes();
 
-    ck_assert_msg(pkv_cache_open(&config, &cache, message) == PKV_OK, "%s", message);
+    cache = tests_open_cache(&config);
     ck_assert_int_eq(pkv_seq_open(cache, &seq), PKV_OK);
     for (size_t t = 0; t < TOKENS; t += STEP) {
         const pkv_step_item item = {seq, STEP};
@@ -133,15 +130,8 @@ int main(void)
 {
     Suite *suite = suite_create("footprint");
     TCase *tests = tcase_create("footprint");
-    int failed;
 
     tcase_add_test(tests, test_footprint);
     suite_add_tcase(suite, tests);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_ENV);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: MIT */
 /* GGUF reader: good files, and every way in which a file can lie about its own structure. */
-#include <check.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -11,16 +10,16 @@
 
 #include "../tools/runner/gguf.h"
 #include "gguf_writer.h"
+#include "tests.h"
 
-static char folder[64];
-static char path[96];
+static char folder[TESTS_FOLDER_BYTES];
+static char path[TESTS_FOLDER_BYTES + 32];
 static struct gguf_writer writer;
 static struct error error;
 
 static void setup(void)
 {
-    strcpy(folder, "/tmp/check_gguf.XXXXXX");
-    ck_assert_ptr_nonnull(mkdtemp(folder));
+    tests_make_folder(folder);
     snprintf(path, sizeof path, "%s/file.gguf", folder);
     gguf_writer_start(&writer);
 }
@@ -28,8 +27,7 @@ static void setup(void)
 static void teardown(void)
 {
     gguf_writer_free(&writer);
-    unlink(path);
-    rmdir(folder);
+    tests_remove_folder(folder);
 }
 
 /* Saves the writer's file and opens it. */
@@ -50,8 +48,7 @@ static void expect_failure(const char *what)
     error.text[0] = '\0';
     ck_assert(!gguf_open(path, &gguf, &error));
     ck_assert_ptr_null(gguf);
-    ck_assert_msg(strncmp(error.text, path, strlen(path)) == 0, "%s", error.text);
-    ck_assert_msg(strstr(error.text, what) != NULL, "no '%s' in '%s'", what, error.text);
+    tests_check_error(error.text, path, what);
 }
 
 static void expect_bad(const char *what)
@@ -70,8 +67,7 @@ static void expect_bad_then_restart(const char *what)
 
 static void expect_text(const char *what)
 {
-    ck_assert_msg(strncmp(error.text, path, strlen(path)) == 0, "%s", error.text);
-    ck_assert_msg(strstr(error.text, what) != NULL, "no '%s' in '%s'", what, error.text);
+    tests_check_error(error.text, path, what);
     error.text[0] = '\0';
 }
 
@@ -635,8 +631,6 @@ int main(void)
 {
     Suite *suite = suite_create("gguf");
     TCase *test_case = tcase_create("gguf");
-    SRunner *runner = srunner_create(suite);
-    int failed;
 
     tcase_add_checked_fixture(test_case, setup, teardown);
     tcase_add_test(test_case, reads_versions_2_and_3);
@@ -657,8 +651,5 @@ int main(void)
     tcase_add_test(test_case, refuses_bad_offsets);
     tcase_add_test(test_case, survives_random_damage);
     suite_add_tcase(suite, test_case);
-    srunner_run_all(runner, CK_NORMAL);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

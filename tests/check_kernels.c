@@ -3,7 +3,8 @@
 #include "dispatch.h"
 #include "numeric.h"
 
-#include <check.h>
+#include "tests.h" /* after message.h: see there */
+
 #include <math.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -12,30 +13,12 @@
 static const struct kernels *available[DISPATCH_MAX];
 static size_t n_available;
 
-/* As ck_assert(), which writes to a pipe even when all is well: too slow for millions. */
-#define require(condition, kernels)                                                                \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            ck_abort_msg("%s: %s", (kernels)->name, #condition);                                   \
-    } while (0)
-
-static uint64_t random_state;
-
-static uint32_t random_u32(void)
-{
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(random_state >> 32);
-}
-
-/* In -1 .. 1. */
-static float random_float(void)
-{
-    return (float)(int32_t)random_u32() * 0x1p-31f;
-}
+#define require_kernels(condition, kernels)                                                        \
+    require_msg(condition, "%s: %s", (kernels)->name, #condition)
 
 static size_t pick(const size_t *values, size_t n)
 {
-    return values[random_u32() % n];
+    return values[tests_random() % n];
 }
 
 #define PICK(values) pick(values, sizeof(values) / sizeof *(values))
@@ -87,20 +70,20 @@ static struct product_case make_product(pkv_dtype dtype)
     static const size_t depths[] = {1, 2, 5, 8, 14, 16, 32, 61, 64, 128, 256};
     static const size_t columns[] = {1, 3, 8, 9, 13, 14, 16, 17, 24, 31, 32, 40, 64, 72, 128, 136};
     struct product_case x = {.dtype = dtype};
-    bool scaled = random_u32() % 2;
+    bool scaled = tests_random() % 2;
 
     x.rows = PICK(rows);
     x.k = PICK(depths);
     x.n = PICK(columns);
-    x.lda = x.k + random_u32() % 3;
-    x.ldb = x.n + random_u32() % 3;
-    x.ldc = kernels_padded(x.n) + random_u32() % 3;
+    x.lda = x.k + tests_random() % 3;
+    x.ldb = x.n + tests_random() % 3;
+    x.ldc = kernels_padded(x.n) + tests_random() % 3;
     x.a = allocate(x.rows * x.lda * sizeof *x.a);
     x.before = allocate(x.rows * x.ldc * sizeof *x.before);
     for (size_t i = 0; i < x.rows * x.lda; i++)
-        x.a[i] = random_float();
+        x.a[i] = tests_random_float();
     for (size_t i = 0; i < x.rows * x.ldc; i++)
-        x.before[i] = random_float();
+        x.before[i] = tests_random_float();
 
     size_t elements = (x.k - 1) * x.ldb + kernels_padded(x.n);
 
@@ -108,13 +91,13 @@ static struct product_case make_product(pkv_dtype dtype)
     x.widened = allocate(elements * sizeof *x.widened);
     for (size_t i = 0; i < elements; i++) {
         /* What lies between and after the rows must not matter. */
-        put(x.b, dtype, i, i % x.ldb < x.n && i / x.ldb < x.k ? random_float() : NAN);
+        put(x.b, dtype, i, i % x.ldb < x.n && i / x.ldb < x.k ? tests_random_float() : NAN);
         x.widened[i] = get(x.b, dtype, i);
     }
     if (scaled) {
         x.scale = allocate(x.rows * sizeof *x.scale);
         for (size_t i = 0; i < x.rows; i++)
-            x.scale[i] = random_float();
+            x.scale[i] = tests_random_float();
     }
     return x;
 }
@@ -155,8 +138,9 @@ static void check_product(const struct kernels *kernels, const struct product_ca
                 sum += term;
                 magnitude += fabs(term);
             }
-            require(fabs(c[i * x->ldc + j] - sum) <= (double)(2 * x->k + 2) * 0x1p-24 * magnitude,
-                    kernels);
+            require_kernels(fabs(c[i * x->ldc + j] - sum) <=
+                                (double)(2 * x->k + 2) * 0x1p-24 * magnitude,
+                            kernels);
         }
     }
 }
@@ -169,7 +153,8 @@ static void check_rows(const struct kernels *kernels, const struct product_case 
     for (size_t i = 0; i < x->rows; i++) {
         struct product_case one = *x;
 
-        require(memcmp(widened + i * x->ldc, c + i * x->ldc, x->n * sizeof *c) == 0, kernels);
+        require_kernels(memcmp(widened + i * x->ldc, c + i * x->ldc, x->n * sizeof *c) == 0,
+                        kernels);
         one.rows = 1;
         one.a += i * x->lda;
         one.before += i * x->ldc;
@@ -177,7 +162,7 @@ static void check_rows(const struct kernels *kernels, const struct product_case 
 
         float *row = run_product(kernels, &one, x->dtype, x->b);
 
-        require(memcmp(row, c + i * x->ldc, x->n * sizeof *c) == 0, kernels);
+        require_kernels(memcmp(row, c + i * x->ldc, x->n * sizeof *c) == 0, kernels);
         free(row);
     }
     free(widened);
@@ -187,7 +172,7 @@ START_TEST(products)
 {
     const struct kernels *kernels = available[_i / 3];
 
-    random_state = (uint64_t)_i;
+    tests_seed((uint64_t)_i);
     for (int repeat = 0; repeat < 300; repeat++) {
         struct product_case x = make_product((pkv_dtype)(_i % 3));
         float *c = run_product(kernels, &x, x.dtype, x.b);
@@ -213,15 +198,15 @@ START_TEST(softmax_states)
     float m[SOFTMAX_PAD], l[SOFTMAX_PAD], scale[SOFTMAX_PAD];
     double reference_m[SOFTMAX_ROWS], reference_l[SOFTMAX_ROWS];
 
-    random_state = (uint64_t)_i;
+    tests_seed((uint64_t)_i);
     for (int repeat = 0; repeat < 200; repeat++) {
         size_t n = PICK(columns);
-        size_t lds = kernels_padded(n) + random_u32() % 2;
+        size_t lds = kernels_padded(n) + tests_random() % 2;
         size_t bytes = SOFTMAX_ROWS * lds * sizeof(float);
         float *s = allocate(bytes);
         float *before = allocate(bytes);
         uint32_t valid[SOFTMAX_ROWS];
-        bool masked = random_u32() % 2;
+        bool masked = tests_random() % 2;
 
         if (repeat % 5 == 0)
             for (size_t i = 0; i < SOFTMAX_ROWS; i++) {
@@ -231,9 +216,9 @@ START_TEST(softmax_states)
                 reference_l[i] = 0;
             }
         for (size_t i = 0; i < SOFTMAX_ROWS * lds; i++)
-            s[i] = i % lds < n ? 20 * random_float() : NAN;
+            s[i] = i % lds < n ? 20 * tests_random_float() : NAN;
         for (size_t i = 0; i < SOFTMAX_ROWS; i++) {
-            valid[i] = masked ? 1 + random_u32() % (uint32_t)n : (uint32_t)n;
+            valid[i] = masked ? 1 + tests_random() % (uint32_t)n : (uint32_t)n;
             for (size_t j = valid[i]; j < n; j++)
                 s[i * lds + j] = j % 2 ? 1e30f : NAN; /* unseen */
         }
@@ -245,18 +230,18 @@ START_TEST(softmax_states)
 
             for (size_t j = 0; j < valid[i]; j++)
                 largest = fmax(largest, before[i * lds + j]);
-            require(m[i] == largest, kernels);
-            require(fabs(scale[i] - exp(reference_m[i] - largest)) <= 3e-7, kernels);
+            require_kernels(m[i] == largest, kernels);
+            require_kernels(fabs(scale[i] - exp(reference_m[i] - largest)) <= 3e-7, kernels);
             for (size_t j = 0; j < n; j++) {
                 double p = j < valid[i] ? exp(before[i * lds + j] - largest) : 0;
 
                 /* The argument, up to 40, is rounded to 2^-19 before exp. */
-                require(fabs(s[i * lds + j] - p) <= 4e-6 * p, kernels);
+                require_kernels(fabs(s[i * lds + j] - p) <= 4e-6 * p, kernels);
                 sum += p;
             }
             reference_l[i] = reference_l[i] * exp(reference_m[i] - largest) + sum;
             reference_m[i] = largest;
-            require(fabs(l[i] - reference_l[i]) <= 1e-5 * reference_l[i], kernels);
+            require_kernels(fabs(l[i] - reference_l[i]) <= 1e-5 * reference_l[i], kernels);
         }
         free(s);
         free(before);
@@ -277,12 +262,12 @@ START_TEST(exponential)
         double exact = exp((double)s[1]);
 
         kernels->softmax(1, 2, NULL, s, 16, m, l, scale);
-        require(s[0] == 1.0f, kernels);
+        require_kernels(s[0] == 1.0f, kernels);
         if (exact < 0x1.0001p-126) {
-            require(s[1] == 0.0f || exact > 0x1.fffep-127, kernels);
+            require_kernels(s[1] == 0.0f || exact > 0x1.fffep-127, kernels);
             zeros += s[1] == 0.0f;
         } else {
-            require(fabs(s[1] - exact) <= 0x1p-22 * exact, kernels);
+            require_kernels(fabs(s[1] - exact) <= 0x1p-22 * exact, kernels);
         }
     }
     ck_assert_int_gt(zeros, 0);
@@ -296,20 +281,20 @@ START_TEST(merged_states)
     static const size_t columns[] = {1, 8, 16, 24, 64, 136};
     float o[ROWS * LDO], o2[ROWS * LDO], before[ROWS * LDO];
 
-    random_state = (uint64_t)_i;
+    tests_seed((uint64_t)_i);
     for (int repeat = 0; repeat < 100; repeat++) {
         size_t n = PICK(columns);
         float m[ROWS], l[ROWS], m2[ROWS], l2[ROWS], m1[ROWS], l1[ROWS];
 
         for (size_t i = 0; i < ROWS * LDO; i++) {
-            before[i] = o[i] = random_float();
-            o2[i] = random_float();
+            before[i] = o[i] = tests_random_float();
+            o2[i] = tests_random_float();
         }
         for (size_t i = 0; i < ROWS; i++) {
-            m1[i] = m[i] = 10 * random_float();
-            l1[i] = l[i] = 1 + fabsf(random_float());
-            m2[i] = i == 0 ? m[i] : 10 * random_float();
-            l2[i] = 1 + fabsf(random_float());
+            m1[i] = m[i] = 10 * tests_random_float();
+            l1[i] = l[i] = 1 + fabsf(tests_random_float());
+            m2[i] = i == 0 ? m[i] : 10 * tests_random_float();
+            l2[i] = 1 + fabsf(tests_random_float());
         }
         kernels->merge(ROWS, n, m, l, o, m2, l2, o2, LDO);
         for (size_t i = 0; i < ROWS; i++) {
@@ -317,12 +302,12 @@ START_TEST(merged_states)
             double a = exp(m1[i] - largest);
             double b = exp(m2[i] - largest);
 
-            require(m[i] == largest, kernels);
-            require(fabs(l[i] - (a * l1[i] + b * l2[i])) <= 4e-6 * l[i], kernels);
+            require_kernels(m[i] == largest, kernels);
+            require_kernels(fabs(l[i] - (a * l1[i] + b * l2[i])) <= 4e-6 * l[i], kernels);
             for (size_t j = 0; j < n; j++) {
                 double exact = a * before[i * LDO + j] + b * o2[i * LDO + j];
 
-                require(fabs(o[i * LDO + j] - exact) <= 4e-6, kernels);
+                require_kernels(fabs(o[i * LDO + j] - exact) <= 4e-6, kernels);
             }
         }
     }
@@ -353,7 +338,7 @@ START_TEST(all_values_widen)
     for (int type = PKV_F16; type <= PKV_BF16; type++) {
         size_t n;
 
-        random_state = 1;
+        tests_seed(1);
         for (size_t first = 0; first < 65536; first += n) {
             uint16_t *h;
             float x[101];
@@ -365,13 +350,13 @@ START_TEST(all_values_widen)
                 h[i] = (uint16_t)(first + i);
             x[n] = 42;
             kernels->to_f32[type](n, h, x);
-            require(x[n] == 42, kernels);
+            require_kernels(x[n] == 42, kernels);
             for (size_t i = 0; i < n; i++) {
                 double value = type == PKV_F16 ? value_of(h[i], 10, 15) : value_of(h[i], 7, 127);
 
-                require(isnan(value) ? isnan(x[i])
-                                     : x[i] == value && !signbit(x[i]) == !signbit(value),
-                        kernels);
+                require_kernels(isnan(value) ? isnan(x[i])
+                                             : x[i] == value && !signbit(x[i]) == !signbit(value),
+                                kernels);
             }
             free(h);
         }
@@ -415,30 +400,30 @@ START_TEST(narrowing_rounds_to_nearest_even)
     float x[67];
     uint16_t h[68];
 
-    random_state = (uint64_t)_i;
+    tests_seed((uint64_t)_i);
     for (int repeat = 0; repeat < 20000; repeat++) {
-        size_t n = 1 + random_u32() % 67;
+        size_t n = 1 + tests_random() % 67;
 
         for (size_t i = 0; i < n; i++) {
-            uint32_t bits = random_u32();
+            uint32_t bits = tests_random();
 
             /* Any value; halfway between two of a type or next to it; an f16's range. */
             if (repeat % 4 == 1)
-                bits = (bits & 0xffff0000u) | (0x7fffu + random_u32() % 3);
+                bits = (bits & 0xffff0000u) | (0x7fffu + tests_random() % 3);
             else if (repeat % 4 == 2)
-                bits = (bits & 0xffffe000u) | (0x0fffu + random_u32() % 3);
+                bits = (bits & 0xffffe000u) | (0x0fffu + tests_random() % 3);
             if (repeat % 2 == 0)
-                bits = (bits & 0x87ffffffu) + 0x32000000u + (random_u32() % 3 << 27);
+                bits = (bits & 0x87ffffffu) + 0x32000000u + (tests_random() % 3 << 27);
             x[i] = f32_from_bits(bits);
         }
         for (int type = PKV_F16; type <= PKV_BF16; type++) {
             h[n] = 0x1234;
             kernels->from_f32[type](n, x, h);
-            require(h[n] == 0x1234, kernels);
+            require_kernels(h[n] == 0x1234, kernels);
             for (size_t i = 0; i < n; i++)
-                require(type == PKV_F16 ? is_nearest(x[i], h[i], 10, 15)
-                                        : is_nearest(x[i], h[i], 7, 127),
-                        kernels);
+                require_kernels(type == PKV_F16 ? is_nearest(x[i], h[i], 10, 15)
+                                                : is_nearest(x[i], h[i], 7, 127),
+                                kernels);
         }
     }
 }
@@ -492,13 +477,5 @@ int main(void)
     tcase_add_loop_test(test, narrowing_rounds_to_nearest_even, 0, n);
     tcase_add_test(test, choice);
     suite_add_tcase(suite, test);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_NORMAL);
-
-    int failed = srunner_ntests_failed(runner);
-
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return tests_run(suite);
 }

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* --kv specs: keys, defaults, ratios, canonical texts, and every refusal. */
-#include <check.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "kv_spec.h"
+#include "tests.h"
 
 static struct kv_spec parsed(const char *text)
 {
@@ -267,8 +266,6 @@ int main(void)
 {
     Suite *suite = suite_create("kv_spec");
     TCase *tests = tcase_create("all");
-    SRunner *runner;
-    int failed;
 
     tcase_add_test(tests, test_defaults);
     tcase_add_test(tests, test_every_key);
@@ -279,9 +276,5 @@ int main(void)
     tcase_add_test(tests, test_canonical_text);
     tcase_add_test(tests, test_refusals);
     suite_add_tcase(suite, tests);
-    runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: MIT */
 /* Model files: the two fixtures, made-up GGUF models, and models that must be refused. */
-#include <check.h>
 #include <errno.h>
 #include <math.h>
 #include <stdint.h>
@@ -10,24 +9,22 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <jansson.h>
-
 #include "../tools/runner/model.h"
 #include "gguf_writer.h"
+#include "tests.h"
 
-static char folder[64];
-static char gguf_path[96];
-static char config_path[96];
-static char generation_path[96];
-static char tensors_path[96];
-static char index_path[128];
+static char folder[TESTS_FOLDER_BYTES];
+static char gguf_path[TESTS_FOLDER_BYTES + 32];
+static char config_path[TESTS_FOLDER_BYTES + 32];
+static char generation_path[TESTS_FOLDER_BYTES + 32];
+static char tensors_path[TESTS_FOLDER_BYTES + 32];
+static char index_path[TESTS_FOLDER_BYTES + 32];
 static struct gguf_writer writer;
 static struct error error;
 
 static void setup(void)
 {
-    strcpy(folder, "/tmp/check_model.XXXXXX");
-    ck_assert_ptr_nonnull(mkdtemp(folder));
+    tests_make_folder(folder);
     snprintf(gguf_path, sizeof gguf_path, "%s/model.gguf", folder);
     snprintf(config_path, sizeof config_path, "%s/config.json", folder);
     snprintf(generation_path, sizeof generation_path, "%s/generation_config.json", folder);
@@ -39,12 +36,7 @@ static void setup(void)
 static void teardown(void)
 {
     gguf_writer_free(&writer);
-    unlink(gguf_path);
-    unlink(config_path);
-    unlink(generation_path);
-    unlink(tensors_path);
-    unlink(index_path);
-    rmdir(folder);
+    tests_remove_folder(folder);
 }
 
 static struct model *open_good(const char *path)
@@ -65,9 +57,8 @@ static void expect_failure(const char *path, const char *file, const char *what)
         ck_assert_msg(!(header_only ? model_open_header : model_open)(path, &model, &error),
                       "opened although: %s", what);
         ck_assert_ptr_null(model);
-        ck_assert_msg(strncmp(error.text, path, strlen(path)) == 0, "%s", error.text);
-        ck_assert_msg(strstr(error.text, file) != NULL, "no '%s' in '%s'", file, error.text);
-        ck_assert_msg(strstr(error.text, what) != NULL, "no '%s' in '%s'", what, error.text);
+        tests_check_error(error.text, path, file);
+        tests_check_error(error.text, path, what);
     }
 }
 
@@ -102,14 +93,6 @@ static void check_frequency(const struct model *model, size_t i, double expected
 
 /* --- fixtures --------------------------------------------------------------------------------- */
 
-static void fixture_path(char *path, size_t size, const char *model, const char *file)
-{
-    const char *data = getenv("PUZZLEKV_TEST_DATA");
-
-    ck_assert_msg(data != NULL, "PUZZLEKV_TEST_DATA is not set");
-    snprintf(path, size, "%s/%s%s%s", data, model, file[0] != '\0' ? "/" : "", file);
-}
-
 START_TEST(opens_tiny_llama3)
 {
     /* From the rotary embedding of Hugging Face transformers. */
@@ -126,11 +109,8 @@ START_TEST(opens_tiny_llama3)
         {24, 6.64786967e-06},
         {31, 3.7673226e-07},
     };
-    char path[512];
-    struct model *model;
+    struct model *model = open_good(tests_path("tiny-llama3"));
 
-    fixture_path(path, sizeof path, "tiny-llama3", "");
-    model = open_good(path);
     ck_assert_int_eq(model->architecture, MODEL_LLAMA);
     ck_assert_str_eq(model_architecture_name(model->architecture), "llama");
     ck_assert_uint_eq(model->layer_count, 3);
@@ -187,11 +167,8 @@ END_TEST
 
 START_TEST(opens_tiny_qwen3)
 {
-    char path[512];
-    struct model *model;
+    struct model *model = open_good(tests_path("tiny-qwen3"));
 
-    fixture_path(path, sizeof path, "tiny-qwen3", "");
-    model = open_good(path);
     ck_assert_int_eq(model->architecture, MODEL_QWEN3);
     ck_assert_str_eq(model_architecture_name(model->architecture), "qwen3");
     ck_assert_uint_eq(model->hidden, 160);
@@ -224,11 +201,9 @@ END_TEST
 
 START_TEST(header_has_shapes_but_no_norms)
 {
-    char path[512];
     struct model *model;
 
-    fixture_path(path, sizeof path, "tiny-qwen3", "");
-    ck_assert_msg(model_open_header(path, &model, &error), "%s", error.text);
+    ck_assert_msg(model_open_header(tests_path("tiny-qwen3"), &model, &error), "%s", error.text);
     ck_assert(model->has_weights);
     ck_assert_uint_eq(model->layer_count, 3);
     ck_assert_uint_eq(model->vocabulary, 320);
@@ -245,13 +220,7 @@ END_TEST
 
 static json_t *load_config(const char *model)
 {
-    char path[512];
-    json_t *config;
-
-    fixture_path(path, sizeof path, model, "config.json");
-    config = json_load_file(path, 0, NULL);
-    ck_assert_ptr_nonnull(config);
-    return config;
+    return tests_json(tests_path("%s/config.json", model));
 }
 
 /* Sets a key to JSON text, or deletes it if that is NULL. */
@@ -267,11 +236,8 @@ static void set(json_t *config, const char *key, const char *value)
 /* Makes the folder: this configuration beside the fixture's tensors. */
 static void write_folder(const char *model, const json_t *config)
 {
-    char path[512];
-    char *absolute;
+    char *absolute = realpath(tests_path("%s/model.safetensors", model), NULL);
 
-    fixture_path(path, sizeof path, model, "model.safetensors");
-    absolute = realpath(path, NULL);
     ck_assert_ptr_nonnull(absolute);
     ck_assert(symlink(absolute, tensors_path) == 0 || errno == EEXIST);
     free(absolute);
@@ -294,11 +260,10 @@ START_TEST(reads_older_rope_spellings)
 {
     static const char *const type_keys[] = {"rope_type", "type"};
     json_t *config = load_config("tiny-llama3");
-    char path[512], scaling[256];
+    char scaling[256];
     struct model *expected, *model;
 
-    fixture_path(path, sizeof path, "tiny-llama3", "");
-    expected = open_good(path);
+    expected = open_good(tests_path("tiny-llama3"));
     set(config, "rope_parameters", NULL);
     set(config, "rope_theta", "500000");
     for (size_t i = 0; i < 2; i++) {
@@ -491,7 +456,6 @@ END_TEST
 START_TEST(refuses_broken_folders)
 {
     json_t *config = load_config("tiny-llama3");
-    char path[512];
 
     expect_failure(folder, "/config.json: ", "No such file");
     write_file(config_path, "", 0);
@@ -508,8 +472,8 @@ START_TEST(refuses_broken_folders)
     expect_failure(folder, "/model.safetensors: ", "truncated");
     json_decref(config);
 
-    fixture_path(path, sizeof path, "tiny-llama3", "model.safetensors");
-    expect_failure(path, "model.safetensors: ", "is not a GGUF file");
+    expect_failure(tests_path("tiny-llama3/model.safetensors"),
+                   "model.safetensors: ", "is not a GGUF file");
 }
 END_TEST
 
@@ -995,8 +959,6 @@ int main(void)
 {
     Suite *suite = suite_create("model");
     TCase *test_case = tcase_create("model");
-    SRunner *runner = srunner_create(suite);
-    int failed;
 
     tcase_add_checked_fixture(test_case, setup, teardown);
     tcase_add_test(test_case, opens_tiny_llama3);
@@ -1023,8 +985,5 @@ int main(void)
     tcase_add_test(test_case, refuses_unsupported_gguf_features);
     tcase_add_test(test_case, refuses_truncated_gguf);
     suite_add_tcase(suite, test_case);
-    srunner_run_all(runner, CK_NORMAL);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

@@ -1,19 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /* The page state machine against a model that follows every token by itself. */
 #include "pages.h"
+#include "tests.h"
 
-#include <check.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define MAX_PAGES 64
-
-/* As ck_assert(), which writes to a pipe even when all is well: too slow for millions. */
-#define require(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            ck_abort_msg("%s", #condition);                                                        \
-    } while (0)
 
 /* What the state machine decides, said one page at a time: which pages have been factorized. */
 struct model {
@@ -253,13 +245,5 @@ int main(void)
     tcase_add_test(test, real_page_length);
     tcase_add_test(test, endless_sink_and_window);
     suite_add_tcase(suite, test);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_ENV);
-
-    int failed = srunner_ntests_failed(runner);
-
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return tests_run(suite);
 }

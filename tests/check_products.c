@@ -1,48 +1,16 @@
 /* SPDX-License-Identifier: MIT */
 /* tools/runner/products.c: every weight type against sums in double precision. */
-#include <check.h>
 #include <math.h>
 #include <stdlib.h>
 
 #include <puzzlekv.h>
 
 #include "products.h"
+#include "tests.h"
 
 /* What this machine runs, as the library finds it. */
-static const char *isas[4];
+static const char *isas[TESTS_ISAS];
 static size_t isa_count;
-
-static void find_isas(void)
-{
-    static const char *const names[] = {"generic", "avx2", "avx512", "neon"};
-
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        pkv_config config;
-        pkv_cache *cache;
-
-        pkv_config_init(&config);
-        config.layers = config.query_heads = config.kv_heads = 1;
-        config.head_dim = 64;
-        config.max_tokens = 32;
-        config.isa = names[i];
-        if (pkv_cache_open(&config, &cache, NULL) == PKV_OK)
-            isas[isa_count++] = names[i];
-        pkv_cache_close(cache);
-    }
-}
-
-static uint32_t random_state;
-
-static uint32_t random_u32(void)
-{
-    random_state = random_state * 1664525u + 1013904223u;
-    return random_state >> 8;
-}
-
-static float random_float(void)
-{
-    return (float)random_u32() / (float)(1u << 23) - 1;
-}
 
 /* Random blocks whose f16 and bf16 fields are small finite numbers. */
 static void fill_weight(struct weight *w, enum quant_type type, size_t rows, size_t columns)
@@ -57,10 +25,10 @@ static void fill_weight(struct weight *w, enum quant_type type, size_t rows, siz
     data = malloc(rows * w->row_bytes);
     ck_assert_ptr_nonnull(data);
     for (size_t i = 0; i < rows * w->row_bytes; i++)
-        data[i] = (unsigned char)random_u32();
+        data[i] = (unsigned char)tests_random();
     for (size_t b = 0; b < rows * w->row_bytes / info->block_bytes; b++) {
         unsigned char *block = data + b * info->block_bytes;
-        float value = random_float();
+        float value = tests_random_float();
         uint32_t bits;
 
         memcpy(&bits, &value, sizeof bits);
@@ -69,16 +37,16 @@ static void fill_weight(struct weight *w, enum quant_type type, size_t rows, siz
             memcpy(block, &value, sizeof value);
             break;
         case QUANT_F16: /* 2^-15 .. 2^-7, with subnormals among them */
-            block[1] = (unsigned char)((block[1] & 0x80) | random_u32() % 0x20);
+            block[1] = (unsigned char)((block[1] & 0x80) | tests_random() % 0x20);
             break;
         case QUANT_BF16:
             block[0] = (unsigned char)(bits >> 16);
             block[1] = (unsigned char)(bits >> 24);
             break;
         default: /* scale, and minimum of Q4_1 */
-            block[1] = (unsigned char)(0x20 + random_u32() % 8);
+            block[1] = (unsigned char)(0x20 + tests_random() % 8);
             if (type == QUANT_Q4_1)
-                block[3] = (unsigned char)(0xa0 + random_u32() % 8);
+                block[3] = (unsigned char)(0xa0 + tests_random() % 8);
         }
     }
     w->data = data;
@@ -90,7 +58,7 @@ static float *random_rows(size_t count)
 
     ck_assert_ptr_nonnull(x);
     for (size_t i = 0; i < count; i++)
-        x[i] = random_float();
+        x[i] = tests_random_float();
     return x;
 }
 
@@ -125,7 +93,7 @@ START_TEST(test_values)
     struct error error;
     struct products *products;
 
-    random_state = 1 + (uint32_t)_i;
+    tests_seed(1 + (uint64_t)_i);
     ck_assert(products_open(2, isas[_i / QUANT_TYPES], &products, &error));
     for (size_t n = 0; n < sizeof row_counts / sizeof *row_counts; n++) {
         size_t rows = row_counts[n], columns = 32 * (1 + n % 3 * 3), x_stride = columns + 5;
@@ -161,7 +129,7 @@ START_TEST(test_odd_columns)
     struct error error;
     struct products *products;
 
-    random_state = 5;
+    tests_seed(5);
     ck_assert(products_open(1, isas[_i], &products, &error));
     for (size_t t = 0; t < 3; t++) {
         for (size_t columns = 1; columns < 70; columns += 4) {
@@ -189,7 +157,7 @@ START_TEST(test_threads)
     struct error error;
     struct weight w;
 
-    random_state = 9;
+    tests_seed(9);
     fill_weight(&w, QUANT_Q4_1, 333, 576);
     float *x = random_rows(100 * 576), *expected = random_rows(100 * 333);
     float *y = random_rows(100 * 333);
@@ -237,7 +205,7 @@ END_TEST
 
 int main(void)
 {
-    find_isas();
+    isa_count = tests_find_isas(isas);
 
     Suite *suite = suite_create("products");
     TCase *tests = tcase_create("products");
@@ -247,12 +215,5 @@ int main(void)
     tcase_add_loop_test(tests, test_threads, 0, (int)isa_count);
     tcase_add_loop_test(tests, test_swiglu, 0, (int)isa_count);
     suite_add_tcase(suite, tests);
-
-    SRunner *runner = srunner_create(suite);
-    int failed;
-
-    srunner_run_all(runner, CK_ENV);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

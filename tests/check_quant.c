@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /* Element types of weights: conversions against the values that the Python package `gguf` gives. */
-#include <check.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "../tools/runner/quant.h"
+#include "tests.h"
 
 static const uint8_t q4_0_blocks[] = {
     0x3d, 0x2a, 0x0f, 0xf0, 0x80, 0x08, 0x94, 0xc6, 0xd5, 0x39, 0x0e, 0x4c, 0x48, 0xdf,
@@ -231,8 +231,6 @@ int main(void)
 {
     Suite *suite = suite_create("quant");
     TCase *test_case = tcase_create("quant");
-    SRunner *runner = srunner_create(suite);
-    int failed;
 
     tcase_add_test(test_case, rows_are_bit_exact);
     tcase_add_test(test_case, every_f16_is_exact);
@@ -241,8 +239,5 @@ int main(void)
     tcase_add_test(test_case, numbers_and_names_agree);
     tcase_add_test(test_case, other_numbers_are_unknown);
     suite_add_tcase(suite, test_case);
-    srunner_run_all(runner, CK_NORMAL);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: MIT */
 /* Safetensors reader: good files, and headers that lie. */
-#include <check.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,22 +9,21 @@
 
 #include "../tools/runner/safetensors.h"
 #include "gguf_writer.h"
+#include "tests.h"
 
-static char folder[64];
-static char path[96];
+static char folder[TESTS_FOLDER_BYTES];
+static char path[TESTS_FOLDER_BYTES + 32];
 static struct error error;
 
 static void setup(void)
 {
-    strcpy(folder, "/tmp/check_safetensors.XXXXXX");
-    ck_assert_ptr_nonnull(mkdtemp(folder));
+    tests_make_folder(folder);
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
 }
 
 static void teardown(void)
 {
-    unlink(path);
-    rmdir(folder);
+    tests_remove_folder(folder);
 }
 
 /* A file with this header, spaces up to a multiple of 8 bytes, and data of bytes 0, 1, 2 .. */
@@ -54,8 +52,7 @@ static void expect_failure(const char *what)
     error.text[0] = '\0';
     ck_assert(!safetensors_open(path, &file, &error));
     ck_assert_ptr_null(file);
-    ck_assert_msg(strncmp(error.text, path, strlen(path)) == 0, "%s", error.text);
-    ck_assert_msg(strstr(error.text, what) != NULL, "no '%s' in '%s'", what, error.text);
+    tests_check_error(error.text, path, what);
 }
 
 static void expect_bad(const char *header, size_t data_size, const char *what)
@@ -234,8 +231,6 @@ int main(void)
 {
     Suite *suite = suite_create("safetensors");
     TCase *test_case = tcase_create("safetensors");
-    SRunner *runner = srunner_create(suite);
-    int failed;
 
     tcase_add_checked_fixture(test_case, setup, teardown);
     tcase_add_test(test_case, reads_tensors);
@@ -247,8 +242,5 @@ int main(void)
     tcase_add_test(test_case, refuses_bad_entries);
     tcase_add_test(test_case, refuses_holes_and_overlaps);
     suite_add_tcase(suite, test_case);
-    srunner_run_all(runner, CK_NORMAL);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /* The sampler against closed forms. */
-#include <check.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "runner/sampler.h"
+#include "tests.h"
 
 #define DRAWS 40000
 
@@ -284,8 +284,6 @@ int main(void)
 {
     Suite *suite = suite_create("sampler");
     TCase *tests = tcase_create("all");
-    SRunner *runner;
-    int failed;
 
     tcase_add_test(tests, test_greedy_takes_the_largest_and_the_lowest_id_on_ties);
     tcase_add_test(tests, test_frequencies_follow_the_softmax);
@@ -299,9 +297,5 @@ int main(void)
     tcase_add_test(tests, test_a_logit_that_is_no_number_is_named);
     tcase_add_test(tests, test_options_out_of_range_are_refused);
     suite_add_tcase(suite, tests);
-    runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

@@ -2,16 +2,10 @@
 /* Slot pools against a plain array of reference counts, and the counted allocator below them. */
 #include "fake_backend.h"
 
-#include <check.h>
+#include "tests.h" /* after message.h: see there */
+
 #include <stdlib.h>
 #include <string.h>
-
-/* As ck_assert(), which writes to a pipe even when all is well: too slow for millions. */
-#define require(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            ck_abort_msg("%s", #condition);                                                        \
-    } while (0)
 
 static struct memory counted_memory(struct counting_allocator *counting)
 {
@@ -61,13 +55,12 @@ START_TEST(random_use_against_an_array)
     struct memory memory = counted_memory(&counting);
     uint32_t count = counts[_i] < 5000 ? counts[_i] : 5000;
     uint32_t *references = calloc(count + 1, sizeof *references);
-    uint32_t random = 12345;
     struct slots slots;
 
     ck_assert_int_eq(slots_open(&slots, &memory, count), PKV_OK);
+    tests_seed(12345);
     for (int round = 0; round < 20000; round++) {
-        random = random * 1664525u + 1013904223u;
-
+        uint32_t random = tests_random();
         uint32_t slot, lowest = 0, some = count ? (random >> 8) % count : 0;
         bool filling = round / 4000 % 2 == 0;
 
@@ -186,13 +179,5 @@ int main(void)
     tcase_add_test(test, memory_is_counted_and_aligned);
     tcase_add_test(test, memory_defaults_to_malloc);
     suite_add_tcase(suite, test);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_ENV);
-
-    int failed = srunner_ntests_failed(runner);
-
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return tests_run(suite);
 }

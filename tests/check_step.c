@@ -3,7 +3,8 @@
 #include "fake_backend.h"
 #include "numeric.h"
 
-#include <check.h>
+#include "tests.h" /* after message.h: see there */
+
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -1318,13 +1319,5 @@ int main(void)
     tcase_add_loop_test(test, pages_as_described, 0, BACKENDS);
     tcase_add_loop_test(test, pages_as_read, 0, BACKENDS);
     suite_add_tcase(suite, test);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_ENV);
-
-    int failed = srunner_ntests_failed(runner);
-
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return tests_run(suite);
 }

@@ -1,19 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /* The tokenizer and what comes before it, on small vocabularies, against Hugging Face tokenizers.
  */
-#include <check.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "gguf_writer.h"
 #include "runner/pretokenizer.h"
 #include "runner/tokenizer.h"
-
-#define FOLDER_SIZE 4096
+#include "tests.h"
 
 static const char *const kinds[] = {"smollm", "llama3", "qwen2"};
 static const char *const gguf_names[] = {"smollm", "llama-bpe", "qwen2"};
@@ -22,60 +18,19 @@ enum { N_KINDS = sizeof kinds / sizeof kinds[0] };
 
 /* ---- Files ---- */
 
-static const char *data_path(const char *name)
-{
-    static char path[FOLDER_SIZE];
-    const char *data = getenv("PUZZLEKV_TEST_DATA");
-
-    ck_assert_msg(data != NULL, "PUZZLEKV_TEST_DATA is not set");
-    snprintf(path, sizeof path, "%s/tokenizer/%s", data, name);
-    return path;
-}
-
-static json_t *load_data(const char *name)
-{
-    json_error_t error;
-    json_t *root = json_load_file(data_path(name), JSON_ALLOW_NUL, &error);
-
-    ck_assert_msg(root != NULL, "%s: %s", name, error.text);
-    return root;
-}
-
 static json_t *load_kind(const char *kind, const char *name)
 {
-    char path[256];
-
-    snprintf(path, sizeof path, "%s/%s", kind, name);
-    return load_data(path);
+    return tests_json(tests_path("tokenizer/%s/%s", kind, name));
 }
 
-static char folder[FOLDER_SIZE];
-
-static void make_folder(void)
-{
-    const char *parent = getenv("TMPDIR");
-
-    snprintf(folder, sizeof folder, "%s/check_tokenizer.XXXXXX", parent == NULL ? "/tmp" : parent);
-    ck_assert_ptr_nonnull(mkdtemp(folder));
-}
+static char folder[TESTS_FOLDER_BYTES];
 
 static const char *in_folder(const char *name)
 {
-    static char path[FOLDER_SIZE + 64];
+    static char path[TESTS_FOLDER_BYTES + 64];
 
     snprintf(path, sizeof path, "%s/%s", folder, name);
     return path;
-}
-
-static void remove_folder(void)
-{
-    static const char *const names[] = {"tokenizer.json", "tokenizer_config.json",
-                                        "generation_config.json", "chat_template.jinja",
-                                        "model.gguf"};
-
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
-        unlink(in_folder(names[i]));
-    rmdir(folder);
 }
 
 static void write_text(const char *name, const char *text)
@@ -99,7 +54,7 @@ static struct tokenizer *open_tokenizer(const char *path)
 
 static struct tokenizer *open_kind(const char *kind)
 {
-    return open_tokenizer(data_path(kind));
+    return open_tokenizer(tests_path("tokenizer/%s", kind));
 }
 
 /* Asserts that opening fails and that the error has the file's name and `what` in it. */
@@ -199,7 +154,7 @@ static void check_nfc(const char *text, size_t length, const char *expected, siz
 
 START_TEST(nfc)
 {
-    json_t *root = load_data("nfc.json"), *pair;
+    json_t *root = tests_json(tests_path("tokenizer/nfc.json")), *pair;
     size_t i;
 
     json_array_foreach(root, i, pair)
@@ -271,7 +226,7 @@ static bool check_piece(void *context, const char *piece, size_t length, struct 
 
 START_TEST(splits)
 {
-    json_t *root = load_data("splits.json"), *text;
+    json_t *root = tests_json(tests_path("tokenizer/splits.json")), *text;
     const json_t *all = json_object_get(json_object_get(root, "splits"), kinds[_i]);
     struct pretokenizer *pretokenizer;
     enum pretokenizer_kind kind;
@@ -358,16 +313,6 @@ END_TEST
 
 /* ---- Encoding and decoding ---- */
 
-static void check_ids(const struct token_list *list, const json_t *expected, const char *what)
-{
-    for (size_t i = 0; i < list->count && i < json_array_size(expected); i++)
-        ck_assert_msg(list->ids[i] == json_integer_value(json_array_get(expected, i)),
-                      "id %zu of '%s': %d, expected %lld", i, what, list->ids[i],
-                      (long long)json_integer_value(json_array_get(expected, i)));
-    ck_assert_msg(list->count == json_array_size(expected), "'%s': %zu ids, expected %zu", what,
-                  list->count, json_array_size(expected));
-}
-
 /* Decodes one id at a time; every piece must be valid UTF-8, and joined they are as expected. */
 static void check_decoded(const struct tokenizer *tokenizer, const struct token_list *list,
                           const json_t *expected)
@@ -408,12 +353,13 @@ static void check_cases(const struct tokenizer *tokenizer, const json_t *cases)
 
         ck_assert(tokenizer_encode(tokenizer, json_string_value(text), json_string_length(text),
                                    true, &list, &error));
-        check_ids(&list, ids, json_string_value(text));
+        tests_compare_ids(list.ids, list.count, ids, json_string_value(text));
         check_decoded(tokenizer, &list, json_object_get(entry, "decoded"));
         list.count = 0;
         ck_assert(tokenizer_encode(tokenizer, json_string_value(text), json_string_length(text),
                                    false, &list, &error));
-        check_ids(&list, plain != NULL ? plain : ids, json_string_value(text));
+        tests_compare_ids(list.ids, list.count, plain != NULL ? plain : ids,
+                          json_string_value(text));
         token_list_free(&list);
     }
     ck_assert_uint_gt(i, 30);
@@ -451,13 +397,13 @@ START_TEST(other_spelling_of_merges)
         }
     }
     json_object_set_new(model, "merges", other);
-    make_folder();
+    tests_make_folder(folder);
     write_json("tokenizer.json", root);
     tokenizer = open_tokenizer(folder);
     cases = load_kind(kinds[_i], "expected.json");
     check_cases(tokenizer, cases);
     tokenizer_close(tokenizer);
-    remove_folder();
+    tests_remove_folder(folder);
     json_decref(cases);
     json_decref(root);
 }
@@ -466,7 +412,7 @@ END_TEST
 START_TEST(long_run)
 {
     struct tokenizer *tokenizer = open_kind(kinds[_i]);
-    json_t *root = load_data("long_run.json"), *group;
+    json_t *root = tests_json(tests_path("tokenizer/long_run.json")), *group;
     struct token_list list = {0};
     struct error error;
     char text[100003];
@@ -632,12 +578,12 @@ END_TEST
 
 /* ---- Folders ---- */
 
-/* A folder with the tokenizer.json of `kind`; remove_folder takes it away. */
+/* A folder with the tokenizer.json of `kind`; tests_remove_folder takes it away. */
 static void copy_kind(const char *kind)
 {
     json_t *root = load_kind(kind, "tokenizer.json");
 
-    make_folder();
+    tests_make_folder(folder);
     write_json("tokenizer.json", root);
     json_decref(root);
 }
@@ -688,7 +634,7 @@ START_TEST(configuration)
     tokenizer = open_tokenizer(folder);
     ck_assert_str_eq(tokenizer_chat_template(tokenizer), "three");
     tokenizer_close(tokenizer);
-    remove_folder();
+    tests_remove_folder(folder);
 }
 END_TEST
 
@@ -711,7 +657,7 @@ START_TEST(unknown_bytes)
     tokenizer_close(tokenizer);
 
     json_object_set_new(json_object_get(root, "model"), "unk_token", json_string("<|endoftext|>"));
-    make_folder();
+    tests_make_folder(folder);
     write_json("tokenizer.json", root);
     tokenizer = open_tokenizer(folder);
     list.count = 0;
@@ -723,7 +669,7 @@ START_TEST(unknown_bytes)
     for (size_t i = 0; i < 5; i++)
         ck_assert_int_eq(list.ids[i], i == 1 ? a : 0);
     tokenizer_close(tokenizer);
-    remove_folder();
+    tests_remove_folder(folder);
     token_list_free(&list);
     json_decref(root);
 }
@@ -783,14 +729,14 @@ START_TEST(bad_field)
     json_t *root = load_kind("llama3", "tokenizer.json");
     json_t *object = bad->object == NULL ? root : json_object_get(root, bad->object);
 
-    make_folder();
+    tests_make_folder(folder);
     if (bad->value == NULL)
         json_object_del(object, bad->field);
     else
         json_object_set_new(object, bad->field, json_loads(bad->value, JSON_DECODE_ANY, NULL));
     write_json("tokenizer.json", root);
     check_refused(folder, "/tokenizer.json", bad->error);
-    remove_folder();
+    tests_remove_folder(folder);
     json_decref(root);
 }
 END_TEST
@@ -805,7 +751,7 @@ START_TEST(good_normalizers)
     };
     json_t *root = load_kind("llama3", "tokenizer.json");
 
-    make_folder();
+    tests_make_folder(folder);
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
         struct tokenizer *tokenizer;
         struct token_list list = {0};
@@ -819,7 +765,7 @@ START_TEST(good_normalizers)
         token_list_free(&list);
         tokenizer_close(tokenizer);
     }
-    remove_folder();
+    tests_remove_folder(folder);
     json_decref(root);
 }
 END_TEST
@@ -828,7 +774,7 @@ START_TEST(bad_files)
 {
     json_t *root = load_kind("llama3", "tokenizer.json");
 
-    make_folder();
+    tests_make_folder(folder);
     check_refused(folder, "/tokenizer.json", "");
     write_text("tokenizer.json", "{\"model\": {\"type\": \"BPE\"");
     check_refused(folder, "/tokenizer.json", "line 1");
@@ -849,7 +795,7 @@ START_TEST(bad_files)
     write_text("generation_config.json", "{\"eos_token_id\": null}");
     tokenizer_close(open_tokenizer(folder));
     check_refused(in_folder("none.gguf"), "none.gguf", "");
-    remove_folder();
+    tests_remove_folder(folder);
     json_decref(root);
 }
 END_TEST
@@ -951,7 +897,7 @@ START_TEST(gguf_ids)
     size_t i;
 
     load_vocabulary(&vocabulary, _i);
-    make_folder();
+    tests_make_folder(folder);
     json_array_foreach(json_object_get(vocabulary.root, "added_tokens"), i, entry)
         json_object_set_new(entry, "normalized", json_false());
     write_json("tokenizer.json", vocabulary.root);
@@ -988,7 +934,7 @@ START_TEST(gguf_ids)
     tokenizer_close(other);
     token_list_free(&list);
     token_list_free(&expected);
-    remove_folder();
+    tests_remove_folder(folder);
     json_decref(cases);
     json_decref(vocabulary.root);
 }
@@ -1002,7 +948,7 @@ START_TEST(gguf_options)
     struct error error;
 
     load_vocabulary(&vocabulary, 1);
-    make_folder();
+    tests_make_folder(folder);
     /* No BOS, and so none is asked for. */
     tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
     ck_assert_int_eq(tokenizer_bos(tokenizer), TOKEN_NONE);
@@ -1040,7 +986,7 @@ START_TEST(gguf_options)
     ck_assert_uint_gt(list.count, 1);
     token_list_free(&list);
     tokenizer_close(tokenizer);
-    remove_folder();
+    tests_remove_folder(folder);
     json_decref(vocabulary.root);
 }
 END_TEST
@@ -1071,7 +1017,7 @@ START_TEST(bad_gguf)
 {
     struct vocabulary vocabulary;
 
-    make_folder();
+    tests_make_folder(folder);
 #define REFUSED(change, what)                                                                      \
     do {                                                                                           \
         load_vocabulary(&vocabulary, 1);                                                           \
@@ -1100,7 +1046,7 @@ START_TEST(bad_gguf)
     REFUSED(eot = 608, "tokenizer.ggml.eot_token_id");
     REFUSED(add_bos = 1, "tokenizer.ggml.add_bos_token");
 #undef REFUSED
-    remove_folder();
+    tests_remove_folder(folder);
 }
 END_TEST
 
@@ -1147,11 +1093,5 @@ static Suite *tokenizer_suite(void)
 
 int main(void)
 {
-    SRunner *runner = srunner_create(tokenizer_suite());
-    int failed;
-
-    srunner_run_all(runner, CK_ENV);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(tokenizer_suite());
 }

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* The tokenizer and the chat format of the real model, SmolLM2-135M-Instruct, against Hugging Face
  * tokenizers and the model's template. Skipped (77) where the model is not found. */
-#include <check.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +8,7 @@
 
 #include "runner/chat.h"
 #include "runner/tokenizer.h"
+#include "tests.h"
 
 #define SKIPPED 77
 
@@ -42,26 +41,7 @@ static struct tokenizer *open_model(void)
 
 static json_t *load_expected(void)
 {
-    const char *data = getenv("PUZZLEKV_TEST_DATA");
-    char path[4096];
-    json_error_t error;
-    json_t *root;
-
-    ck_assert_msg(data != NULL, "PUZZLEKV_TEST_DATA is not set");
-    snprintf(path, sizeof path, "%s/tokenizer/smollm2.json", data);
-    root = json_load_file(path, JSON_ALLOW_NUL, &error);
-    ck_assert_msg(root != NULL, "%s: %s", path, error.text);
-    return root;
-}
-
-static void check_ids(const struct token_list *list, const json_t *expected, const char *what)
-{
-    for (size_t i = 0; i < list->count && i < json_array_size(expected); i++)
-        ck_assert_msg(list->ids[i] == json_integer_value(json_array_get(expected, i)),
-                      "id %zu of '%s': %d, expected %lld", i, what, list->ids[i],
-                      (long long)json_integer_value(json_array_get(expected, i)));
-    ck_assert_msg(list->count == json_array_size(expected), "'%s': %zu ids, expected %zu", what,
-                  list->count, json_array_size(expected));
+    return tests_json(tests_path("tokenizer/smollm2.json"));
 }
 
 START_TEST(expected_ids)
@@ -81,11 +61,11 @@ START_TEST(expected_ids)
         list.count = 0;
         ck_assert(
             tokenizer_encode(tokenizer, bytes, json_string_length(text), true, &list, &error));
-        check_ids(&list, ids, bytes);
+        tests_compare_ids(list.ids, list.count, ids, bytes);
         list.count = 0;
         ck_assert(
             tokenizer_encode(tokenizer, bytes, json_string_length(text), false, &list, &error));
-        check_ids(&list, plain != NULL ? plain : ids, bytes);
+        tests_compare_ids(list.ids, list.count, plain != NULL ? plain : ids, bytes);
     }
     ck_assert_uint_gt(i, 30);
     token_list_free(&list);
@@ -157,7 +137,7 @@ START_TEST(conversations)
         ck_assert_msg(chat_format(chat, system, turns, count,
                                   json_is_true(json_object_get(entry, "answer")), &list, &error),
                       "%s", error.text);
-        check_ids(&list, json_object_get(entry, "ids"), turns[0].text);
+        tests_compare_ids(list.ids, list.count, json_object_get(entry, "ids"), turns[0].text);
         token_list_free(&list);
     }
     ck_assert_uint_gt(i, 5);
@@ -171,8 +151,6 @@ int main(void)
 {
     Suite *suite;
     TCase *tests;
-    SRunner *runner;
-    int failed;
 
     if (!find_model()) {
         fprintf(stderr, "%s: not found: skipped (tools/fetch-model.sh fetches it)\n", model);
@@ -185,9 +163,5 @@ int main(void)
     tcase_add_test(tests, metadata);
     tcase_add_test(tests, conversations);
     suite_add_tcase(suite, tests);
-    runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

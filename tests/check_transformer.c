@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /* tools/runner/transformer.c on the tiny models, against logits of an independent implementation.
  */
-#include <check.h>
-#include <jansson.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "transformer.h"
+#include "tests.h"
 
 #define IDS    240
 #define PROMPT 150
@@ -26,57 +24,27 @@ struct setup {
     float *logits;
 };
 
-static void data_path(char *path, size_t size, const char *folder, const char *file)
-{
-    const char *root = getenv("PUZZLEKV_TEST_DATA");
-
-    ck_assert_msg(root != NULL, "PUZZLEKV_TEST_DATA is not set");
-    snprintf(path, size, "%s/%s/%s", root, folder, file);
-}
-
-static float *read_rows(const char *folder, const char *file, size_t rows, size_t columns)
-{
-    char path[1024];
-    float *values = malloc(rows * columns * sizeof *values);
-    FILE *stream;
-
-    ck_assert_ptr_nonnull(values);
-    data_path(path, sizeof path, folder, file);
-    stream = fopen(path, "rb");
-    ck_assert_msg(stream != NULL, "cannot open %s", path);
-    ck_assert_uint_eq(fread(values, sizeof *values, rows * columns, stream), rows * columns);
-    ck_assert_int_eq(fgetc(stream), EOF);
-    fclose(stream);
-    return values;
-}
-
 static void open_setup(struct setup *s, const char *folder, pkv_factors factors, pkv_dtype dtype,
                        const struct transformer_options *options)
 {
     struct error error;
     struct transformer_options chosen = *options;
-    char path[1024], message[PKV_MESSAGE_BYTES];
     pkv_config config;
-    json_error_t json_error;
-
-    data_path(path, sizeof path, folder, "expected.json");
-    json_t *expected = json_load_file(path, 0, &json_error);
-    ck_assert_msg(expected != NULL, "%s: %s", path, json_error.text);
+    json_t *expected = tests_json(tests_path("%s/expected.json", folder));
     json_t *ids = json_object_get(expected, "token_ids");
     ck_assert_uint_eq(json_array_size(ids), IDS);
     for (size_t i = 0; i < IDS; i++)
         s->ids[i] = (int32_t)json_integer_value(json_array_get(ids, i));
     json_decref(expected);
 
-    data_path(path, sizeof path, folder, ".");
-    ck_assert_msg(model_open(path, &s->model, &error), "%s", error.text);
+    ck_assert_msg(model_open(tests_path("%s", folder), &s->model, &error), "%s", error.text);
     pkv_config_init(&config);
     transformer_describe(s->model, &config);
     config.factors_k = config.factors_v = factors;
     config.dtype = dtype;
     config.max_tokens = 2 * IDS;
     config.threads = options->threads;
-    ck_assert_msg(pkv_cache_open(&config, &s->cache, message) == PKV_OK, "%s", message);
+    s->cache = tests_open_cache(&config);
     ck_assert_int_eq(pkv_seq_open(s->cache, &s->seq), PKV_OK);
     chosen.isa = pkv_cache_isa(s->cache);
     ck_assert_msg(transformer_open(s->model, &chosen, &s->transformer, &error), "%s", error.text);
@@ -117,7 +85,7 @@ START_TEST(test_raw_logits)
 
     open_setup(&s, folder, PKV_FACTORS_NONE, PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
-    float *expected = read_rows(folder, "logits_raw.f32", IDS, vocabulary);
+    float *expected = tests_read_f32(tests_path("%s/logits_raw.f32", folder), IDS * vocabulary);
 
     for (size_t i = 0; i < IDS; i++) {
         feed(&s, s.ids + i, 1);
@@ -143,8 +111,9 @@ START_TEST(test_puzzle_logits)
 
     open_setup(&s, folder, PKV_FACTORS_NATIVE, PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
-    float *expected = read_rows(folder, "logits_puzzle_16_14.f32", IDS - PROMPT, vocabulary);
-    float *raw = read_rows(folder, "logits_raw.f32", IDS, vocabulary);
+    float *expected = tests_read_f32(tests_path("%s/logits_puzzle_16_14.f32", folder),
+                                     (IDS - PROMPT) * vocabulary);
+    float *raw = tests_read_f32(tests_path("%s/logits_raw.f32", folder), IDS * vocabulary);
     double from_raw = 0;
 
     feed(&s, s.ids, PROMPT);
@@ -276,7 +245,6 @@ int main(void)
 {
     Suite *suite = suite_create("transformer");
     TCase *tests = tcase_create("transformer");
-    int failed;
 
     tcase_add_loop_test(tests, test_raw_logits, 0, 2);
     tcase_add_loop_test(tests, test_puzzle_logits, 0, 2);
@@ -285,11 +253,5 @@ int main(void)
     tcase_add_loop_test(tests, test_interrupt, 0, 2);
     tcase_add_loop_test(tests, test_bad_tokens, 0, 2);
     suite_add_tcase(suite, tests);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_ENV);
-    failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    return tests_run(suite);
 }

@@ -7,7 +7,8 @@
  */
 #include "fake_backend.h"
 
-#include <check.h>
+#include "tests.h" /* after message.h: see there */
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,11 +17,8 @@
 #define MAX_SEQUENCES 6
 #define MAX_ROWS      MAX_TOKENS
 
-#define require(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            ck_abort_msg("seed %u, operation %u: %s", walk->seed, walk->operation, #condition);    \
-    } while (0)
+#define require_walk(condition)                                                                    \
+    require_msg(condition, "seed %u, operation %u: %s", walk->seed, walk->operation, #condition)
 
 struct model_page {
     size_t identity;
@@ -167,25 +165,25 @@ static void compare_stats(struct walk *walk)
             if (counts_here(walk, i, p))
                 add_model_page(walk, &cache_model, state, tokens);
         }
-        require(pkv_seq_stats(sequence->seq, &stats) == PKV_OK);
-        require(stats.sequences == 1);
-        require(stats.tokens == sequence->n_tokens);
-        require(memcmp(stats.pages, model.pages, sizeof model.pages) == 0);
-        require(memcmp(stats.bytes, model.bytes, sizeof model.bytes) == 0);
-        require(stats.payload_bytes == model.payload_bytes);
-        require(stats.raw_bytes == model.raw_bytes);
-        require(stats.factorized_pages == model.pages[PKV_PAGE_FACTORIZED]);
+        require_walk(pkv_seq_stats(sequence->seq, &stats) == PKV_OK);
+        require_walk(stats.sequences == 1);
+        require_walk(stats.tokens == sequence->n_tokens);
+        require_walk(memcmp(stats.pages, model.pages, sizeof model.pages) == 0);
+        require_walk(memcmp(stats.bytes, model.bytes, sizeof model.bytes) == 0);
+        require_walk(stats.payload_bytes == model.payload_bytes);
+        require_walk(stats.raw_bytes == model.raw_bytes);
+        require_walk(stats.factorized_pages == model.pages[PKV_PAGE_FACTORIZED]);
         cache_model.tokens += sequence->n_tokens;
     }
-    require(pkv_cache_stats(walk->cache, &stats) == PKV_OK);
-    require(stats.sequences == walk->n_sequences);
-    require(stats.tokens == cache_model.tokens);
-    require(memcmp(stats.pages, cache_model.pages, sizeof stats.pages) == 0);
-    require(memcmp(stats.bytes, cache_model.bytes, sizeof stats.bytes) == 0);
-    require(stats.payload_bytes == cache_model.payload_bytes);
-    require(stats.raw_bytes == cache_model.raw_bytes);
-    require(stats.factorized_pages == walk->factorized);
-    require((uint64_t)stats.factorize_seconds == walk->factorized);
+    require_walk(pkv_cache_stats(walk->cache, &stats) == PKV_OK);
+    require_walk(stats.sequences == walk->n_sequences);
+    require_walk(stats.tokens == cache_model.tokens);
+    require_walk(memcmp(stats.pages, cache_model.pages, sizeof stats.pages) == 0);
+    require_walk(memcmp(stats.bytes, cache_model.bytes, sizeof stats.bytes) == 0);
+    require_walk(stats.payload_bytes == cache_model.payload_bytes);
+    require_walk(stats.raw_bytes == cache_model.raw_bytes);
+    require_walk(stats.factorized_pages == walk->factorized);
+    require_walk((uint64_t)stats.factorize_seconds == walk->factorized);
 }
 
 static void compare_sequence(struct walk *walk, const struct model_sequence *sequence)
@@ -194,23 +192,24 @@ static void compare_sequence(struct walk *walk, const struct model_sequence *seq
     size_t length = walk->config.page_tokens;
     size_t pages = pages_of(walk, sequence->n_tokens);
 
-    require(pkv_seq_tokens(sequence->seq) == sequence->n_tokens);
+    require_walk(pkv_seq_tokens(sequence->seq) == sequence->n_tokens);
     for (size_t p = 0; p < pages; p++) {
         struct page entry = sequence->seq->table[p];
         pkv_page_state state = model_state(walk, sequence, p);
 
-        require(entry.kind == (state == PKV_PAGE_FACTORIZED ? SLOT_FACTOR : SLOT_DENSE));
-        require(pkv_seq_page(sequence->seq, p, &info) == PKV_OK);
-        require(info.state == state);
-        require(info.first_token == p * length);
-        require(info.tokens == model_tokens_in(walk, sequence, p));
-        require(info.sharers == count_sharers(walk, sequence->pages[p].identity));
+        require_walk(entry.kind == (state == PKV_PAGE_FACTORIZED ? SLOT_FACTOR : SLOT_DENSE));
+        require_walk(pkv_seq_page(sequence->seq, p, &info) == PKV_OK);
+        require_walk(info.state == state);
+        require_walk(info.first_token == p * length);
+        require_walk(info.tokens == model_tokens_in(walk, sequence, p));
+        require_walk(info.sharers == count_sharers(walk, sequence->pages[p].identity));
         for (size_t t = 0; t < info.tokens; t++)
-            require(fake_token(walk->cache->backend, entry, t) == sequence->tokens[p * length + t]);
+            require_walk(fake_token(walk->cache->backend, entry, t) ==
+                         sequence->tokens[p * length + t]);
     }
-    require(pkv_seq_page(sequence->seq, pages, &info) == PKV_OK);
-    require(info.state == PKV_PAGE_EMPTY && info.tokens == 0 && info.bytes == 0 &&
-            info.sharers == 0);
+    require_walk(pkv_seq_page(sequence->seq, pages, &info) == PKV_OK);
+    require_walk(info.state == PKV_PAGE_EMPTY && info.tokens == 0 && info.bytes == 0 &&
+                 info.sharers == 0);
 }
 
 /* One random page as the caller reads it. */
@@ -226,13 +225,13 @@ static void compare_page(struct walk *walk, const struct model_sequence *sequenc
     size_t layer = below(walk, (uint32_t)walk->config.layers);
     size_t head = below(walk, (uint32_t)walk->config.kv_heads);
 
-    require(pkv_seq_read_page(sequence->seq, layer, head, page, k, v) == PKV_OK);
+    require_walk(pkv_seq_read_page(sequence->seq, layer, head, page, k, v) == PKV_OK);
     for (size_t t = 0; t < model_tokens_in(walk, sequence, page); t++) {
         size_t id = sequence->tokens[page * walk->config.page_tokens + t];
 
         for (size_t i = 0; i < walk->config.head_dim; i++) {
-            require(k[t * walk->config.head_dim + i] == fake_number(id, layer, head, false));
-            require(v[t * walk->config.head_dim + i] == fake_number(id, layer, head, true));
+            require_walk(k[t * walk->config.head_dim + i] == fake_number(id, layer, head, false));
+            require_walk(v[t * walk->config.head_dim + i] == fake_number(id, layer, head, true));
         }
     }
 }
@@ -253,9 +252,9 @@ static void compare_slots(struct walk *walk, uint32_t kind)
 
             if (entry.kind != kind)
                 continue;
-            require(entry.slot < slots->count);
-            require(references[entry.slot] == 0 ||
-                    identity[entry.slot] == sequence->pages[p].identity);
+            require_walk(entry.slot < slots->count);
+            require_walk(references[entry.slot] == 0 ||
+                         identity[entry.slot] == sequence->pages[p].identity);
             identity[entry.slot] = sequence->pages[p].identity;
             references[entry.slot]++;
         }
@@ -266,17 +265,17 @@ static void compare_slots(struct walk *walk, uint32_t kind)
         if (change->to.kind != kind ||
             (change->from.kind == kind && change->from.slot == change->to.slot))
             continue;
-        require(references[change->to.slot] == 0);
+        require_walk(references[change->to.slot] == 0);
         references[change->to.slot]++;
     }
     for (uint32_t slot = 0; slot < slots->count; slot++) {
         bool marked = slots->levels[0][slot / 64] >> slot % 64 & 1;
 
-        require(slots->references[slot] == references[slot]);
-        require(marked == (references[slot] == 0));
+        require_walk(slots->references[slot] == references[slot]);
+        require_walk(marked == (references[slot] == 0));
         n_free += marked;
     }
-    require(slots->n_free == n_free);
+    require_walk(slots->n_free == n_free);
     free(identity);
     free(references);
 }
@@ -298,8 +297,8 @@ static void compare(struct walk *walk)
     const struct pkv_seq *seq = walk->cache->first;
 
     for (size_t i = 0; i < walk->n_sequences; i++, seq = seq->next)
-        require(seq == walk->sequences[i].seq);
-    require(seq == NULL);
+        require_walk(seq == walk->sequences[i].seq);
+    require_walk(seq == NULL);
 }
 
 /* ---- Operations ---- */
@@ -323,10 +322,10 @@ static void open_sequence(struct walk *walk)
     pkv_status status = pkv_seq_open(walk->cache, &seq);
 
     if (walk->n_sequences == walk->config.max_sequences) {
-        require(status == PKV_ERROR_CAPACITY && seq == NULL);
+        require_walk(status == PKV_ERROR_CAPACITY && seq == NULL);
         return;
     }
-    require(status == PKV_OK);
+    require_walk(status == PKV_OK);
     *sequence = (struct model_sequence){.seq = seq};
     walk->n_sequences++;
     walk->disturbed = true;
@@ -338,7 +337,7 @@ static void close_sequence(struct walk *walk)
 
     if (sequence == NULL)
         return;
-    require(pkv_seq_close(sequence->seq) == PKV_OK);
+    require_walk(pkv_seq_close(sequence->seq) == PKV_OK);
     walk->disturbed = true;
 
     size_t i = (size_t)(sequence - walk->sequences);
@@ -360,10 +359,10 @@ static void fork_sequence(struct walk *walk)
     pkv_status status = pkv_seq_fork(sequence->seq, &fork);
 
     if (walk->n_sequences == walk->config.max_sequences) {
-        require(status == PKV_ERROR_CAPACITY && fork == NULL);
+        require_walk(status == PKV_ERROR_CAPACITY && fork == NULL);
         return;
     }
-    require(status == PKV_OK);
+    require_walk(status == PKV_OK);
     walk->sequences[walk->n_sequences] = *sequence;
     walk->sequences[walk->n_sequences].seq = fork;
     walk->n_sequences++;
@@ -390,7 +389,7 @@ static void truncate_sequence(struct walk *walk)
     bool rebuilds =
         tokens % length != 0 && sequence->pages[page].factorized && tokens < sequence->n_tokens;
 
-    require(pkv_seq_truncate(sequence->seq, sequence->n_tokens + 1) == PKV_ERROR_ARGUMENT);
+    require_walk(pkv_seq_truncate(sequence->seq, sequence->n_tokens + 1) == PKV_ERROR_ARGUMENT);
     walk->cache->backend->fail_rebuild = fails ? PKV_ERROR_DEVICE : PKV_OK;
 
     pkv_status status = pkv_seq_truncate(sequence->seq, tokens);
@@ -398,17 +397,17 @@ static void truncate_sequence(struct walk *walk)
     walk->cache->backend->fail_rebuild = PKV_OK;
     if (rebuilds) {
         if (status == PKV_ERROR_CAPACITY) {
-            require(!fits);
+            require_walk(!fits);
             return;
         }
         if (fails) {
-            require(status == PKV_ERROR_DEVICE);
+            require_walk(status == PKV_ERROR_DEVICE);
             return;
         }
         sequence->pages[page] = (struct model_page){walk->next_identity++, false};
         walk->n_rebuilt++;
     }
-    require(status == PKV_OK);
+    require_walk(status == PKV_OK);
     walk->disturbed = walk->disturbed || tokens != sequence->n_tokens;
     sequence->n_tokens = tokens;
     walk->n_cuts++;
@@ -421,10 +420,10 @@ static void refuse_busy(struct walk *walk)
     pkv_step *step;
     pkv_step_item item = {walk->sequences[0].seq, 1};
 
-    require(pkv_seq_close(sequence->seq) == PKV_ERROR_BUSY);
-    require(pkv_seq_fork(sequence->seq, &fork) == PKV_ERROR_BUSY && fork == NULL);
-    require(pkv_seq_truncate(sequence->seq, 0) == PKV_ERROR_BUSY);
-    require(pkv_step_begin(walk->cache, &item, 1, &step) == PKV_ERROR_BUSY && step == NULL);
+    require_walk(pkv_seq_close(sequence->seq) == PKV_ERROR_BUSY);
+    require_walk(pkv_seq_fork(sequence->seq, &fork) == PKV_ERROR_BUSY && fork == NULL);
+    require_walk(pkv_seq_truncate(sequence->seq, 0) == PKV_ERROR_BUSY);
+    require_walk(pkv_step_begin(walk->cache, &item, 1, &step) == PKV_ERROR_BUSY && step == NULL);
 }
 
 static void begin_step(struct walk *walk)
@@ -474,7 +473,7 @@ static void begin_step(struct walk *walk)
     walk->items[0] = walk->items[a];
     walk->items[a] = sequence;
 
-    require(pkv_cache_digest(walk->cache, &walk->digest) == PKV_OK);
+    require_walk(pkv_cache_digest(walk->cache, &walk->digest) == PKV_OK);
     walk->disturbed = false;
     for (size_t i = 0; i < walk->n_items; i++) {
         struct model_page *tail =
@@ -492,18 +491,18 @@ static void begin_step(struct walk *walk)
 
     walk->cache->backend->fail_begin = PKV_OK;
     if (status != PKV_OK) {
-        require(walk->step == NULL);
+        require_walk(walk->step == NULL);
         if (status == PKV_ERROR_CAPACITY)
-            require(total > walk->config.max_tokens);
+            require_walk(total > walk->config.max_tokens);
         else
-            require(fails && status == PKV_ERROR_DEVICE);
+            require_walk(fails && status == PKV_ERROR_DEVICE);
         for (size_t i = 0; i < walk->n_items; i++)
             walk->items[i]->new_tokens = 0;
         walk->n_items = 0;
         walk->n_refused++;
         return;
     }
-    require(!fails);
+    require_walk(!fails);
     walk->done_layers = 0;
     for (size_t i = 0; i < walk->n_items; i++) {
         sequence = walk->items[i];
@@ -527,8 +526,8 @@ static void abort_step(struct walk *walk)
     pkv_step_abort(walk->step);
     close_step_model(walk);
     if (!walk->disturbed) {
-        require(pkv_cache_digest(walk->cache, &digest) == PKV_OK);
-        require(digest == walk->digest);
+        require_walk(pkv_cache_digest(walk->cache, &digest) == PKV_OK);
+        require_walk(digest == walk->digest);
     }
     walk->n_aborted++;
 }
@@ -555,8 +554,8 @@ static void check_attention(struct walk *walk, size_t layer, const float *out, c
                 size_t row = first_row + t - sequence->n_tokens;
 
                 for (size_t j = 0; j < dim; j++)
-                    require(out[(row * query_heads + h) * dim + j] == (float)sum);
-                require(lse[row * query_heads + h] == (float)(t + 1));
+                    require_walk(out[(row * query_heads + h) * dim + j] == (float)sum);
+                require_walk(lse[row * query_heads + h] == (float)(t + 1));
             }
         }
         first_row += sequence->new_tokens;
@@ -598,13 +597,13 @@ static void do_layer(struct walk *walk)
 
     walk->cache->backend->fail_layer = PKV_OK;
     if (fails) {
-        require(status == PKV_ERROR_SOLVER);
-        require(pkv_step_layer(walk->step, layer, &io) == PKV_ERROR_ARGUMENT);
-        require(pkv_step_end(walk->step) == PKV_ERROR_ARGUMENT);
+        require_walk(status == PKV_ERROR_SOLVER);
+        require_walk(pkv_step_layer(walk->step, layer, &io) == PKV_ERROR_ARGUMENT);
+        require_walk(pkv_step_end(walk->step) == PKV_ERROR_ARGUMENT);
         abort_step(walk);
         return;
     }
-    require(status == PKV_OK);
+    require_walk(status == PKV_OK);
     if (attends)
         check_attention(walk, layer, out, lse);
     walk->done_layers++;
@@ -615,10 +614,10 @@ static void end_step(struct walk *walk)
     size_t length = walk->config.page_tokens;
 
     if (walk->done_layers < walk->config.layers) {
-        require(pkv_step_end(walk->step) == PKV_ERROR_ARGUMENT);
+        require_walk(pkv_step_end(walk->step) == PKV_ERROR_ARGUMENT);
         return;
     }
-    require(pkv_step_end(walk->step) == PKV_OK);
+    require_walk(pkv_step_end(walk->step) == PKV_OK);
     for (size_t i = 0; i < walk->n_items; i++) {
         struct model_sequence *sequence = walk->items[i];
         size_t old_pages = pages_of(walk, sequence->n_tokens);
@@ -711,14 +710,14 @@ static void walk_randomly(struct walk *walk, unsigned operations)
     if (below(walk, 4) == 0)
         walk->config.max_tokens = walk->config.max_sequences * (1 + below(walk, 10));
     walk->config.allocator = counting_allocator(&walk->counting);
-    require(cache_open_with(&backend_fake, &walk->config, &walk->cache, message) == PKV_OK);
+    require_walk(cache_open_with(&backend_fake, &walk->config, &walk->cache, message) == PKV_OK);
 
     for (walk->operation = 0; walk->operation < operations; walk->operation++) {
         do_something(walk);
         compare(walk);
     }
     pkv_cache_close(walk->cache);
-    require(walk->counting.live == 0);
+    require_walk(walk->counting.live == 0);
 }
 
 START_TEST(random_walks)
@@ -760,13 +759,5 @@ int main(void)
 
     tcase_add_loop_test(test, random_walks, 0, 5);
     suite_add_tcase(suite, test);
-
-    SRunner *runner = srunner_create(suite);
-
-    srunner_run_all(runner, CK_ENV);
-
-    int failed = srunner_ntests_failed(runner);
-
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    return tests_run(suite);
 }

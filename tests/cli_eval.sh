@@ -3,55 +3,11 @@
 # puzzlekv-eval from the command line: refusals, the tiny models, then the real one.
 set -u
 
-source=${PUZZLEKV_SOURCE:?}
+tool=puzzlekv-eval
+# shellcheck source=tests/cli.sh
+. "${PUZZLEKV_SOURCE:?}/tests/cli.sh"
 data=${PUZZLEKV_TEST_DATA:?}
-json_get=${PUZZLEKV_BUILD:?}/tests/json_get
-model=${PUZZLEKV_MODEL:-${XDG_CACHE_HOME:-$HOME/.cache}/puzzlekv/SmolLM2-135M-Instruct.Q4_1.gguf}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
 tiny=$data/tiny-llama3
-
-fail() {
-    echo "FAIL: $*"
-    failures=$((failures + 1))
-}
-
-# refuse STATUS TEXT ARGUMENT...: nothing on standard output, one line with TEXT on standard error.
-refuse() {
-    status=$1 text=$2
-    shift 2
-    puzzlekv-eval "$@" > "$work/out" 2> "$work/err" < /dev/null
-    got=$?
-    if [ $got -ne "$status" ] || [ -s "$work/out" ] || [ "$(wc -l < "$work/err")" -ne 1 ] ||
-        ! grep -q '^puzzlekv-eval: .*: .' "$work/err" || ! grep -qF -e "$text" "$work/err"; then
-        fail "puzzlekv-eval $*: status $got, expected $status and \"$text\":"
-        cat "$work/out" "$work/err"
-    fi
-}
-
-# same WHAT A B
-same() {
-    [ "$2" = "$3" ] || fail "$1: \"$2\" is not \"$3\""
-}
-
-# document NAME ARGUMENT...: a command with --json into $work/NAME.json.
-document() {
-    name=$1
-    shift
-    puzzlekv-eval "$@" --json > "$work/$name.json" 2> "$work/err" < /dev/null ||
-        fail "puzzlekv-eval $*: status $?: $(cat "$work/err")"
-    [ ! -s "$work/err" ] || fail "puzzlekv-eval $*: on standard error: $(cat "$work/err")"
-    "$json_get" "$work/$name.json" || fail "puzzlekv-eval $*: not one JSON document"
-}
-
-value() {
-    "$json_get" "$work/$1.json" "$2"
-}
-
-keys() {
-    "$json_get" --keys "$work/$1.json" | tr '\n' ' '
-}
 
 # ---- Help and manual ----------------------------------------------------------------------------
 
@@ -61,11 +17,7 @@ puzzlekv-eval --version > "$work/version" || fail "--version: status $?"
 grep -q '^instruction set: [a-z]' "$work/version" || fail "--version: $(cat "$work/version")"
 grep -q -e '--prefill' "$work/ppl_help" || fail 'ppl --help: no --prefill'
 grep -q -e '--output' "$work/ppl_help" && fail "ppl --help: has another command's --output"
-sed -nE 's/^ +(-[a-zA-Z], )?--([a-z0-9-]+).*/\1\2/p' "$work/help" | sort -u > "$work/help_options"
-sed -nE 's/^\.It (Fl ([a-zA-Z]) , )?Fl -([a-z0-9-]+).*/-\2, \3/p' "$source/man/puzzlekv-eval.1" |
-    sed 's/^-, //' | sort -u > "$work/man_options"
-[ "$(wc -l < "$work/help_options")" -ge 9 ] || fail "--help: lists too few options"
-diff "$work/help_options" "$work/man_options" || fail "--help and the manual differ"
+compare_options 9
 
 # ---- What the command line shows to be wrong ----------------------------------------------------
 
@@ -191,11 +143,7 @@ refuse 1 'tokenizer' tokenize "$tiny" -f "$source/COPYING"
 printf 'ab\377' > "$work/latin"
 refuse 1 'not valid UTF-8 at byte offset 2' tokenize "$tiny" -f "$work/latin"
 
-if [ ! -r "$model" ]; then
-    echo "$model: not there, so the rest is skipped (tools/fetch-model.sh smollm2 gets it)"
-    [ $failures -eq 0 ] && exit 77
-    exit 1
-fi
+need_model
 
 # ---- The real model -----------------------------------------------------------------------------
 
@@ -249,11 +197,7 @@ grep -q '^raw  *[0-9.]*  *[0-9.]*  *[0-9.e+-]*  *[0-9.]*  *[0-9.]*$' "$work/tabl
 
 refuse 1 'tokens; --tokens asks for 9000' ppl "$model" -f "$source/COPYING" --tokens 9000 \
     --prefill 1 --kv raw
-i=0
-while [ $i -lt 1000 ]; do
-    echo '0 1 2 3 4 5 6 7 8 9'
-    i=$((i + 1))
-done > "$work/long"
+write_long_text "$work/long"
 refuse 1 "the model's context is 8192" ppl "$model" -f "$work/long" --tokens 9000 --prefill 1 \
     --kv raw
 {

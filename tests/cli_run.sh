@@ -3,48 +3,15 @@
 # puzzlekv-run from the command line: refusals without a model, then answers with the real one.
 set -u
 
-source=${PUZZLEKV_SOURCE:?}
-json_get=${PUZZLEKV_BUILD:?}/tests/json_get
-model=${PUZZLEKV_MODEL:-${XDG_CACHE_HOME:-$HOME/.cache}/puzzlekv/SmolLM2-135M-Instruct.Q4_1.gguf}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-failures=0
+tool=puzzlekv-run
+# shellcheck source=tests/cli.sh
+. "${PUZZLEKV_SOURCE:?}/tests/cli.sh"
 
-fail() {
-    echo "FAIL: $*"
-    failures=$((failures + 1))
-}
-
-# refuse STATUS TEXT ARGUMENT...: nothing on standard output, one line with TEXT on standard error.
-refuse() {
-    status=$1 text=$2
-    shift 2
-    puzzlekv-run "$@" > "$work/out" 2> "$work/err" < /dev/null
-    got=$?
-    if [ $got -ne "$status" ] || [ -s "$work/out" ] || [ "$(wc -l < "$work/err")" -ne 1 ] ||
-        ! grep -q '^puzzlekv-run: .*: .' "$work/err" || ! grep -qF -e "$text" "$work/err"; then
-        fail "puzzlekv-run $*: status $got, expected $status and \"$text\":"
-        cat "$work/out" "$work/err"
-    fi
-}
-
-# same WHAT A B
-same() {
-    [ "$2" = "$3" ] || fail "$1: \"$2\" is not \"$3\""
-}
-
-# answer NAME ARGUMENT...: a run with --json into $work/NAME.json.
+# answer NAME ARGUMENT...: the model's answer as a document.
 answer() {
     name=$1
     shift
-    puzzlekv-run "$model" --json "$@" > "$work/$name.json" 2> "$work/err" < /dev/null ||
-        fail "puzzlekv-run $*: status $?: $(cat "$work/err")"
-    [ ! -s "$work/err" ] || fail "puzzlekv-run $*: on standard error: $(cat "$work/err")"
-    "$json_get" "$work/$name.json" || fail "puzzlekv-run $*: not one JSON document"
-}
-
-value() {
-    "$json_get" "$work/$1.json" "$2"
+    document "$name" "$model" "$@"
 }
 
 # ---- Help and manual ----------------------------------------------------------------------------
@@ -54,11 +21,7 @@ puzzlekv-run --version > "$work/version" || fail "--version: status $?"
 for line in 'puzzlekv-run [0-9]' 'instruction set: [a-z]' 'backends: cpu' 'BLAS: OpenBLAS'; do
     grep -q "^$line" "$work/version" || fail "--version: no line \"$line\""
 done
-sed -nE 's/^ +(-[a-zA-Z], )?--([a-z0-9-]+).*/\1\2/p' "$work/help" | sort -u > "$work/help_options"
-sed -nE 's/^\.It (Fl ([a-zA-Z]) , )?Fl -([a-z0-9-]+).*/-\2, \3/p' "$source/man/puzzlekv-run.1" |
-    sed 's/^-, //' | sort -u > "$work/man_options"
-[ "$(wc -l < "$work/help_options")" -ge 20 ] || fail "--help: lists too few options"
-diff "$work/help_options" "$work/man_options" || fail "--help and the manual differ"
+compare_options 20
 
 # ---- What the command line shows to be wrong ----------------------------------------------------
 
@@ -124,11 +87,7 @@ if [ -e /dev/full ]; then
     grep -q 'standard output: ' "$work/err" || fail "a full device: $(cat "$work/err")"
 fi
 
-if [ ! -r "$model" ]; then
-    echo "$model: not there, so the rest is skipped (tools/fetch-model.sh smollm2 gets it)"
-    [ $failures -eq 0 ] && exit 77
-    exit 1
-fi
+need_model
 
 # ---- Answers ------------------------------------------------------------------------------------
 
@@ -137,8 +96,7 @@ case $(value france text) in
 ' Paris'*) ;;
 *) fail "the capital of France is $(value france text)" ;;
 esac
-"$json_get" --keys "$work/france.json" | tr '\n' ' ' > "$work/keys"
-same 'keys' "$(cat "$work/keys")" "model backend isa threads kv kv_canonical page_tokens rank_k \
+same 'keys' "$(keys france)" "model backend isa threads kv kv_canonical page_tokens rank_k \
 rank_v prompt_tokens generated_tokens text token_ids finish_reason ttft_s tpot_s \
 prefill_tokens_per_s decode_tokens_per_s kv_bytes kv_bytes_raw kv_ratio kv_reserved_bytes \
 kv_peak_bytes factorize_s peak_rss_bytes "
@@ -225,11 +183,7 @@ same 'finish_reason with --ctx 7' "$(value room finish_reason)" length
 refuse 1 'are more than --ctx 4' "$model" --raw-prompt -p 'The capital of France is' --ctx 4
 refuse 1 "the model's context is 8192" "$model" -p x --ctx 8193
 refuse 1 'must be 1 to 64' "$model" -p x --kv puzzle:page=128,rk=65
-i=0
-while [ $i -lt 1000 ]; do
-    echo '0 1 2 3 4 5 6 7 8 9'
-    i=$((i + 1))
-done > "$work/long"
+write_long_text "$work/long"
 refuse 1 "are more than the model's context of 8192" "$model" -f "$work/long"
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+/* SPDX-License-Identifier: MIT */
+/* What the Check suites share. */
+#include "tests.h"
+
+#include <dirent.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+int tests_run(Suite *suite)
+{
+    SRunner *runner = srunner_create(suite);
+    int failed;
+
+    srunner_run_all(runner, CK_ENV);
+    failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
+
+void *tests_allocate(size_t count, size_t size)
+{
+    void *p = calloc(count, size);
+
+    ck_assert_ptr_nonnull(p);
+    return p;
+}
+
+/* ---- Files ---- */
+
+const char *tests_path(const char *format, ...)
+{
+    static char path[4096];
+    const char *data = getenv("PUZZLEKV_TEST_DATA");
+    va_list arguments;
+    size_t length;
+
+    ck_assert_msg(data != NULL, "PUZZLEKV_TEST_DATA is not set");
+    length = (size_t)snprintf(path, sizeof path, "%s/", data);
+    ck_assert_uint_lt(length, sizeof path);
+    va_start(arguments, format);
+    length += (size_t)vsnprintf(path + length, sizeof path - length, format, arguments);
+    va_end(arguments);
+    ck_assert_uint_lt(length, sizeof path);
+    return path;
+}
+
+float *tests_read_f32(const char *path, size_t count)
+{
+    float *x = tests_allocate(count, sizeof *x);
+    FILE *file = fopen(path, "rb");
+
+    ck_assert_msg(file != NULL, "cannot open %s", path);
+    ck_assert_uint_eq(fread(x, sizeof *x, count, file), count);
+    ck_assert_int_eq(fgetc(file), EOF);
+    fclose(file);
+    return x;
+}
+
+json_t *tests_json(const char *path)
+{
+    json_error_t error;
+    json_t *json = json_load_file(path, JSON_ALLOW_NUL, &error);
+
+    ck_assert_msg(json != NULL, "%s: %s", path, error.text);
+    return json;
+}
+
+void tests_make_folder(char folder[TESTS_FOLDER_BYTES])
+{
+    const char *parent = getenv("TMPDIR");
+    int length = snprintf(folder, TESTS_FOLDER_BYTES, "%s/puzzlekv-check.XXXXXX",
+                          parent == NULL ? "/tmp" : parent);
+
+    ck_assert_int_lt(length, TESTS_FOLDER_BYTES);
+    ck_assert_ptr_nonnull(mkdtemp(folder));
+}
+
+void tests_remove_folder(const char *folder)
+{
+    DIR *stream = opendir(folder);
+
+    ck_assert_ptr_nonnull(stream);
+    for (struct dirent *entry; (entry = readdir(stream)) != NULL;) {
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            unlinkat(dirfd(stream), entry->d_name, 0);
+    }
+    closedir(stream);
+    rmdir(folder);
+}
+
+/* ---- Random numbers ---- */
+
+static uint64_t random_state;
+
+void tests_seed(uint64_t seed)
+{
+    random_state = seed;
+}
+
+uint32_t tests_random(void)
+{
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(random_state >> 32);
+}
+
+float tests_random_float(void)
+{
+    return (float)(int32_t)tests_random() * 0x1p-31f;
+}
+
+/* ---- Caches ---- */
+
+pkv_cache *tests_open_cache(const pkv_config *config)
+{
+    char message[PKV_MESSAGE_BYTES];
+    pkv_cache *cache;
+
+    ck_assert_msg(pkv_cache_open(config, &cache, message) == PKV_OK, "%s", message);
+    return cache;
+}
+
+size_t tests_find_isas(const char *isas[TESTS_ISAS])
+{
+    static const char *const names[TESTS_ISAS] = {"generic", "avx2", "avx512", "neon"};
+    size_t n = 0;
+
+    for (size_t i = 0; i < TESTS_ISAS; i++) {
+        pkv_config config;
+        pkv_cache *cache;
+
+        pkv_config_init(&config);
+        config.layers = config.query_heads = config.kv_heads = 1;
+        config.head_dim = 64;
+        config.max_tokens = 32;
+        config.isa = names[i];
+        if (pkv_cache_open(&config, &cache, NULL) == PKV_OK)
+            isas[n++] = names[i];
+        pkv_cache_close(cache);
+    }
+    return n;
+}
+
+/* ---- Comparisons ---- */
+
+void tests_compare_ids(const int32_t *ids, size_t count, const json_t *expected, const char *what)
+{
+    for (size_t i = 0; i < count && i < json_array_size(expected); i++)
+        ck_assert_msg(ids[i] == json_integer_value(json_array_get(expected, i)),
+                      "id %zu of '%s': %d, expected %lld", i, what, ids[i],
+                      (long long)json_integer_value(json_array_get(expected, i)));
+    ck_assert_msg(count == json_array_size(expected), "'%s': %zu ids, expected %zu", what, count,
+                  json_array_size(expected));
+}
+
+void tests_check_error(const char *text, const char *path, const char *what)
+{
+    ck_assert_msg(strncmp(text, path, strlen(path)) == 0, "%s", text);
+    ck_assert_msg(strstr(text, what) != NULL, "no '%s' in '%s'", what, text);
+}

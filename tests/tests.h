@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: MIT */
+/* What the Check suites share. check.h has a macro `fail`, which is also the name of a function in
+ * lib/message.h: a suite that includes message.h, by whatever way, does so before this file. */
+#ifndef PUZZLEKV_TESTS_TESTS_H
+#define PUZZLEKV_TESTS_TESTS_H
+
+#include "puzzlekv.h"
+
+#include <check.h>
+#include <jansson.h>
+
+/* As ck_assert_msg() and ck_assert(), which write to a pipe even when all is well: too slow for
+ * millions. */
+#define require_msg(condition, ...)                                                                \
+    do {                                                                                           \
+        if (!(condition))                                                                          \
+            ck_abort_msg(__VA_ARGS__);                                                             \
+    } while (0)
+#define require(condition) require_msg(condition, "%s", #condition)
+
+/* Runs the suite and frees it. Returns main()'s exit status. */
+int tests_run(Suite *suite);
+
+/* Zeroed; fails the test when memory runs out. */
+void *tests_allocate(size_t count, size_t size);
+
+/* ---- Files ---- */
+
+/* The path of a file in $PUZZLEKV_TEST_DATA. It lasts until the next call. */
+const char *tests_path(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* The `count` elements that make up a file of f32; the caller frees them. */
+float *tests_read_f32(const char *path, size_t count);
+
+json_t *tests_json(const char *path);
+
+/* A new folder for files that a test writes; removed with the files in it. */
+#define TESTS_FOLDER_BYTES 256
+void tests_make_folder(char folder[TESTS_FOLDER_BYTES]);
+void tests_remove_folder(const char *folder);
+
+/* ---- Random numbers ---- */
+
+/* The same sequence for the same seed everywhere. There is one for the whole process. */
+void tests_seed(uint64_t seed);
+uint32_t tests_random(void);
+float tests_random_float(void); /* in -1 .. 1 */
+
+/* ---- Caches ---- */
+
+pkv_cache *tests_open_cache(const pkv_config *config);
+
+/* The instruction sets that both this machine and this build have. Returns how many. */
+#define TESTS_ISAS 4
+size_t tests_find_isas(const char *isas[TESTS_ISAS]);
+
+/* ---- Comparisons ---- */
+
+/* `what` names the text that the ids are of. */
+void tests_compare_ids(const int32_t *ids, size_t count, const json_t *expected, const char *what);
+
+/* An error's text begins with the path and has `what` in it. */
+void tests_check_error(const char *text, const char *path, const char *what);
+
+#endif
