@@ -72,6 +72,24 @@ START_TEST(test_greedy_takes_the_largest_and_the_lowest_id_on_ties)
 }
 END_TEST
 
+/* A penalty below 1 would make the first logit infinite, and every difference to it with it. */
+START_TEST(test_a_penalty_keeps_logits_finite)
+{
+    const float logits[] = {3e38f, -3e38f, 1};
+    const int32_t history[] = {0, 1};
+    struct sampler_options options = greedy;
+
+    options.repeat_penalty = 0.001f;
+    for (int temperature = 0; temperature < 2; temperature++) {
+        options.temperature = (float)temperature;
+        struct sampler *sampler = open_sampler(&options, 3);
+
+        ck_assert_int_eq(choose(sampler, logits, history, 2), 0);
+        sampler_close(sampler);
+    }
+}
+END_TEST
+
 START_TEST(test_frequencies_follow_the_softmax)
 {
     struct sampler_options options = greedy;
@@ -286,6 +304,7 @@ int main(void)
     TCase *tests = tcase_create("all");
 
     tcase_add_test(tests, test_greedy_takes_the_largest_and_the_lowest_id_on_ties);
+    tcase_add_test(tests, test_a_penalty_keeps_logits_finite);
     tcase_add_test(tests, test_frequencies_follow_the_softmax);
     tcase_add_test(tests, test_top_k_keeps_the_likeliest);
     tcase_add_test(tests, test_top_p_keeps_the_smallest_set_that_reaches_it);

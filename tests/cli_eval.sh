@@ -134,11 +134,25 @@ refuse 1 'No such file' logits "$tiny" --tokens "$work/none.json" --prefill 1 --
 refuse 1 'must be 1 to 64' logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 \
     --kv puzzle:page=128,rk=65 -o "$work/bad.f32"
 [ ! -e "$work/bad.f32" ] || fail 'a refused command left an output'
+cp "$work/tiny-llama3.ids" "$work/ids"
+for output in "$work/ids" "$work/tiny/model.safetensors"; do
+    mkdir -p "$work/tiny"
+    cp "$tiny/config.json" "$tiny/model.safetensors" "$work/tiny"
+    refuse 1 "--output $output: is the input" logits "$work/tiny" --tokens "$work/ids" \
+        --prefill 150 --kv raw -o "$output"
+done
+cmp "$work/ids" "$work/tiny-llama3.ids" || fail 'logits wrote over the token ids'
+cmp "$work/tiny/model.safetensors" "$tiny/model.safetensors" || fail 'logits wrote over the model'
 if [ -e /dev/full ]; then
     refuse 1 '/dev/full: ' logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 --kv raw \
         -o /dev/full
 fi
 
+{
+    cat "$tiny/config.json"
+    head -c 1048576 /dev/zero | tr '\0' ' '
+} > "$work/tiny/config.json"
+refuse 1 'expected at most 1048576' info "$work/tiny"
 refuse 1 'tokenizer' tokenize "$tiny" -f "$source/COPYING"
 printf 'ab\377' > "$work/latin"
 refuse 1 'not valid UTF-8 at byte offset 2' tokenize "$tiny" -f "$work/latin"

@@ -32,6 +32,8 @@ refuse 2 '-p: the prompt is empty' model.gguf -p ''
 refuse 2 '-p: not valid UTF-8 at byte offset 3' model.gguf -p "abc$(printf '\377')d"
 refuse 2 '--system: not valid UTF-8' model.gguf -p x --system "$(printf '\300\200')"
 refuse 2 '--stop: not valid UTF-8' model.gguf -p x --stop "$(printf '\355\240\200')"
+refuse 2 'MODEL: the name is empty' '' -p x
+refuse 2 '--file: the name is empty' model.gguf -f ''
 refuse 2 'unexpected argument' model.gguf other.gguf -p x
 refuse 2 '--bogus: unknown' model.gguf -p x --bogus
 refuse 2 '-x: unknown option' model.gguf -p x -x
@@ -77,6 +79,8 @@ refuse 1 'not a regular file' model.gguf -f "$work"
 refuse 1 'not a regular file' model.gguf -f "$work/fifo"
 refuse 1 'not a regular file' model.gguf -f /dev/zero
 refuse 1 "$work" "$work/empty" -p x
+long=$(printf '%04000d' 0)
+refuse 1 "$long: File name too long" "$long" -p x
 refuse 1 'tokenizer' "$source/tests/data/tiny-llama3" -p x
 PUZZLEKV_ISA=abacus puzzlekv-run --version > "$work/out" 2> "$work/err" &&
     fail 'PUZZLEKV_ISA=abacus is accepted'
@@ -186,13 +190,31 @@ refuse 1 'must be 1 to 64' "$model" -p x --kv puzzle:page=128,rk=65
 write_long_text "$work/long"
 refuse 1 "are more than the model's context of 8192" "$model" -f "$work/long"
 
+# Where output is lost, no more is computed; where address space is short, nothing waits for it. (A
+# build with sanitizers does not run with any limit.)
+if [ -e /dev/full ]; then
+    puzzlekv-run "$model" --raw-prompt -p '1, 2, 3,' -n 8000 > /dev/full 2> "$work/err"
+    same 'status of an answer to a full device' $? 1
+    same 'errors of an answer to a full device' "$(wc -l < "$work/err")" 1
+fi
+if (ulimit -v 16000000 && puzzlekv-run --version) > "$work/out" 2>&1; then
+    for limit in 100000 400000 500000; do
+        (ulimit -v $limit && exec timeout 60 puzzlekv-run "$model" -f "$source/COPYING" -n 2 -t 2) \
+            > "$work/out" 2> "$work/err"
+        same "status with ulimit -v $limit" $? 1
+        grep -q '^puzzlekv-run: .*: .' "$work/err" || fail "ulimit -v $limit: $(cat "$work/err")"
+    done
+fi
+
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 
-# Waits until process $1 catches SIGINT, and until file $2 has something in it.
+# Waits until process $1 is the program and no longer the shell that starts it, until it catches
+# SIGINT, and until file $2 has something in it.
 wait_ready() {
     i=0
     while [ $i -lt 600 ]; do
-        mask=$(sed -n 's/^SigCgt:.*\(.\)$/\1/p' "/proc/$1/status" 2> /dev/null)
+        mask=$(sed -n -e '/^Name:/{/puzzlekv-run/!q}' -e 's/^SigCgt:.*\(.\)$/\1/p' \
+            "/proc/$1/status" 2> /dev/null)
         case $mask in
         [2367abef]) [ ! -e "$2" ] || [ -s "$2" ] && return ;;
         esac
@@ -211,6 +233,26 @@ same 'status after Ctrl-C' $? 130
 grep -q '^  generated tokens  *[1-9]' "$work/err" || fail "after Ctrl-C: $(cat "$work/err")"
 [ "$(head -c 3 "$work/text")" = ' 7,' ] || [ "$(wc -c < "$work/text")" -lt 4 ] ||
     fail "text before Ctrl-C: $(cat "$work/text")"
+
+# A request to end is heard as well, and leaves a whole document.
+puzzlekv-run "$model" --raw-prompt -p '1, 2, 3, 4, 5, 6,' -n 4000 --json > "$work/ended.json" \
+    2> "$work/err" &
+wait_ready $! /nonexistent
+kill -TERM $!
+wait $!
+same 'status after SIGTERM' $? 130
+"$json_get" "$work/ended.json" || fail 'after SIGTERM: not one JSON document'
+
+# A model that another program shortens ends the run with an error.
+cp "$model" "$work/short.gguf"
+puzzlekv-run "$work/short.gguf" --raw-prompt -p '1, 2, 3, 4, 5, 6,' -n 4000 > "$work/text" \
+    2> "$work/err" &
+wait_ready $! "$work/text"
+: > "$work/short.gguf"
+wait $!
+same 'status with a shortened model' $? 1
+same 'error with a shortened model' "$(cat "$work/err")" \
+    'puzzlekv-run: model: a file was shortened or cannot be read any more'
 
 # As early as it can be; whatever was done by then, the document is whole.
 puzzlekv-run "$model" -f "$source/COPYING" -n 4000 --json > "$work/interrupted.json" \

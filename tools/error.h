@@ -6,9 +6,10 @@
 #include <stdbool.h>
 
 /* One line without a newline: "WHAT: WHY", e.g. "model.gguf: general.alignment: 0 is not a power
- * of two". Control characters that came out of a file are replaced by '?'. */
+ * of two". Control characters that came out of a file are replaced by '?'. The longest path that the
+ * system takes leaves room for the reason behind it. */
 struct error {
-    char text[512];
+    char text[4096 + 512];
 };
 
 /* Fills `error` (which may be NULL) and returns false, so that a function can end with

@@ -121,6 +121,27 @@ static bool print_document(const struct eval_arguments *arguments, const struct 
         error);
 }
 
+/* Opens -o for writing; not over a file that is being read, which would end in a crash. */
+static FILE *open_output(const struct eval_arguments *arguments, const struct model *model,
+                         struct error *error)
+{
+    const char *const inputs[] = {model_weights_file(model)->path, arguments->ids_file};
+    struct stat output, input;
+    FILE *file;
+
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
+        if (stat(arguments->output, &output) == 0 && stat(inputs[i], &input) == 0 &&
+            output.st_dev == input.st_dev && output.st_ino == input.st_ino) {
+            error_set(error, "--output %s: is the input %s", arguments->output, inputs[i]);
+            return NULL;
+        }
+    }
+    file = fopen(arguments->output, "wbe");
+    if (file == NULL)
+        error_set(error, "%s: %s", arguments->output, strerror(errno));
+    return file;
+}
+
 bool eval_logits(const struct eval_arguments *arguments, struct error *error)
 {
     struct model *model = NULL;
@@ -147,11 +168,9 @@ bool eval_logits(const struct eval_arguments *arguments, struct error *error)
     if (!eval_cache_open(arguments, model, &arguments->kv[0].spec, count - 1, arguments->prefill,
                          &cache, error))
         goto out;
-    output = fopen(arguments->output, "wbe");
-    if (output == NULL) {
-        error_set(error, "%s: %s", arguments->output, strerror(errno));
+    output = open_output(arguments, model, error);
+    if (output == NULL)
         goto out;
-    }
     done = write_rows(arguments, model, &cache, ids, count, output, error);
     if (fclose(output) != 0 && done)
         done = error_set(error, "%s: %s", arguments->output, strerror(errno));

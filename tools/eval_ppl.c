@@ -16,7 +16,7 @@ struct policy_run {
     size_t agreed;  /* predictions whose likeliest token is the reference's */
 };
 
-static bool read_tokens(const struct eval_arguments *arguments, size_t vocabulary,
+static bool read_tokens(const struct eval_arguments *arguments, const struct model *model,
                         struct token_list *list, struct error *error)
 {
     struct tokenizer *tokenizer = NULL;
@@ -36,14 +36,7 @@ static bool read_tokens(const struct eval_arguments *arguments, size_t vocabular
                   arguments->tokens);
         goto out;
     }
-    for (size_t i = 0; i < arguments->tokens; i++) {
-        if ((size_t)list->ids[i] >= vocabulary) {
-            error_set(error, "%s: token id %d of the text is not in the model's vocabulary of %zu",
-                      arguments->model, (int)list->ids[i], vocabulary);
-            goto out;
-        }
-    }
-    done = true;
+    done = model_check_ids(model, arguments->model, list->ids, arguments->tokens, error);
 out:
     tokenizer_close(tokenizer);
     free(text.data);
@@ -205,7 +198,7 @@ bool eval_ppl(const struct eval_arguments *arguments, struct error *error)
         goto out;
     }
     if (!model_open(arguments->model, &model, error) ||
-        !read_tokens(arguments, model->vocabulary, &list, error))
+        !read_tokens(arguments, model, &list, error))
         goto out;
     if (arguments->tokens > model->context_length) {
         error_set(error, "--tokens %zu: the model's context is %zu tokens", arguments->tokens,

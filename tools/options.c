@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* What the programs share: command lines, text files, Ctrl-C, progress, JSON, the machine. */
-#define _GNU_SOURCE /* sched_getaffinity */
+#define _GNU_SOURCE /* sched_getaffinity, program_invocation_short_name */
 #include "options.h"
 
 #include <cblas.h>
@@ -14,12 +14,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/utsname.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "runner/pretokenizer.h"
+#include "runner/products.h"
 
 void error_print(const char *program, const struct error *error)
 {
@@ -60,8 +62,13 @@ bool options_next(const struct option_table *table, int argc, char **argv, int *
     opterr = 0;
     *id = getopt_long(argc, argv, letters, names, NULL);
     *argument = optarg;
-    if (*id != ':' && *id != '?')
-        return true;
+    if (*id != ':' && *id != '?') {
+        row = find_row(table, *id);
+        if (row == NULL || row->argument == NULL || strcmp(row->argument, "FILE") != 0 ||
+            *optarg != '\0')
+            return true;
+        return error_set(error, "--%s: the name is empty", row->name);
+    }
     row = find_row(table, optopt);
     if (*id == ':')
         return error_set(error, "--%s: %s is missing", row->name, row->argument);
@@ -80,7 +87,7 @@ bool options_operand(int argc, char **argv, const char *name, const char **opera
     if (optind + 1 < argc)
         return error_set(error, "%s: unexpected argument after %s", argv[optind + 1], name);
     *operand = argv[optind];
-    return true;
+    return **operand != '\0' || error_set(error, "%s: the name is empty", name);
 }
 
 bool options_help(const struct option_table *table, struct error *error)
@@ -257,12 +264,30 @@ static void note_interrupt(int signal)
     interrupted = 1;
 }
 
+/* What a page beyond the end of a mapped file, or one that cannot be read, raises. */
+static void report_lost_page(int signal)
+{
+    static const char message[] = "model: a file was shortened or cannot be read any more\n";
+    ssize_t written;
+
+    (void)signal;
+    written =
+        write(STDERR_FILENO, program_invocation_short_name, strlen(program_invocation_short_name));
+    written = write(STDERR_FILENO, ": ", 2);
+    written = write(STDERR_FILENO, message, sizeof message - 1);
+    (void)written;
+    _exit(EXIT_FAILED);
+}
+
 void interrupt_catch(void)
 {
+    const struct sigaction lost_page = {.sa_handler = report_lost_page};
     struct sigaction action = {.sa_handler = note_interrupt, .sa_flags = SA_RESETHAND};
 
     sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, &lost_page, NULL);
     sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
 }
 
 bool interrupt_seen(void)
@@ -361,6 +386,24 @@ static long read_topology(int cpu, const char *field)
         value = -1;
     fclose(file);
     return value;
+}
+
+void machine_start_blas(const char *program)
+{
+    size_t need = (size_t)openblas_get_num_threads() * PRODUCTS_BLAS_BYTES;
+    struct rlimit limit;
+    struct error error;
+
+    /* The runner spreads its products over OpenMP threads that each call BLAS: a second pool of
+     * threads inside BLAS would compete with them for the same cores. */
+    openblas_set_num_threads(1);
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur < need) {
+        error_set(&error, "address space: its limit (ulimit -v) leaves OpenBLAS less than %zu MiB",
+                  need >> 20);
+        error_print(program, &error);
+        /* At an orderly end BLAS would wait for threads that wait for memory. */
+        _exit(EXIT_FAILED);
+    }
 }
 
 unsigned machine_threads(void)

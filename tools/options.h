@@ -100,7 +100,8 @@ bool text_check_utf8(const char *what, const char *data, size_t size, struct err
 
 /* ---- Ctrl-C and progress --------------------------------------------------------------------- */
 
-/* From now on the first Ctrl-C only makes interrupt_seen() true; the second one kills. */
+/* From now on the first Ctrl-C (or SIGTERM) only makes interrupt_seen() true; the second one kills.
+ * A mapped file that another process shortens ends this one with an error instead of SIGBUS. */
 void interrupt_catch(void);
 bool interrupt_seen(void);
 
@@ -126,6 +127,10 @@ bool json_print(json_t *document, struct error *error);
 bool output_flush(struct error *error);
 
 /* ---- The machine ----------------------------------------------------------------------------- */
+
+/* Takes BLAS's threads away from it; first of all in main. Ends the process, with an error, if the
+ * limit on its address space has no room for what BLAS has already started. */
+void machine_start_blas(const char *program);
 
 /* Cores (not their hardware threads) that this process may run on; >= 1. */
 unsigned machine_threads(void);

@@ -2,7 +2,6 @@
 /* puzzlekv-eval: measures what a policy for the KV cache does to a model. */
 #include "eval.h"
 
-#include <cblas.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -342,9 +341,7 @@ int main(int argc, char **argv)
     struct error error;
     int code = EXIT_DONE;
 
-    /* The runner spreads its products over OpenMP threads that each call BLAS: a second pool of
-     * threads inside BLAS would compete with them for the same cores. */
-    openblas_set_num_threads(1);
+    machine_start_blas(program);
     if (command != NULL) {
         if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
             code = EXIT_USAGE;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* puzzlekv-run: answers one prompt with a model whose KV cache PuzzleKV keeps. */
 #define _GNU_SOURCE /* memmem */
-#include <cblas.h>
 #include <puzzlekv.h>
 
 #include <math.h>
@@ -262,13 +261,13 @@ static size_t held_back(const struct answer *answer, const struct arguments *a)
     return held;
 }
 
-static void print_answer(struct answer *answer, size_t size)
+static bool print_answer(struct answer *answer, size_t size, struct error *error)
 {
-    if (size > answer->printed) {
-        fwrite(answer->text + answer->printed, 1, size - answer->printed, stdout);
-        fflush(stdout);
-        answer->printed = size;
-    }
+    if (size <= answer->printed)
+        return true;
+    fwrite(answer->text + answer->printed, 1, size - answer->printed, stdout);
+    answer->printed = size;
+    return output_flush(error);
 }
 
 /* Appends a piece of whole characters and prints what cannot be part of a stop text; *stopped tells
@@ -306,9 +305,9 @@ static bool extend_answer(struct answer *answer, const char *piece, size_t lengt
         answer->size = (size_t)(first - answer->text);
         *stopped = true;
     }
-    if (!a->json)
-        print_answer(answer, *stopped ? answer->size : answer->size - held_back(answer, a));
-    return true;
+    return a->json ||
+           print_answer(answer, *stopped ? answer->size : answer->size - held_back(answer, a),
+                        error);
 }
 
 /* ---- A run ----------------------------------------------------------------------------------- */
@@ -453,7 +452,9 @@ static bool open_run(struct run *run, struct error *error)
     if (!read_prompt(run, error) || !model_open(a->model, &run->model, error) ||
         !tokenizer_open(a->model, &run->tokenizer, error) ||
         !detokenizer_open(&run->detokenizer, run->tokenizer, false, error) ||
-        !encode_prompt(run, error) || !open_cache(run, error))
+        !encode_prompt(run, error) ||
+        !model_check_ids(run->model, a->model, run->tokens.ids, run->tokens.count, error) ||
+        !open_cache(run, error))
         return false;
     options.isa = pkv_cache_isa(run->cache);
     if (!transformer_open(run->model, &options, &run->transformer, error) ||
@@ -538,7 +539,8 @@ static bool generate(struct run *run, struct error *error)
     if (!extend_answer(&run->answer, piece, length, a, &stopped, error))
         return false;
     if (!a->json) {
-        print_answer(&run->answer, run->answer.size);
+        if (!print_answer(&run->answer, run->answer.size, error))
+            return false;
         if (run->answer.size > 0 && run->answer.text[run->answer.size - 1] != '\n')
             putchar('\n');
     }
@@ -651,9 +653,7 @@ int main(int argc, char **argv)
     struct error error;
     int code = EXIT_FAILED;
 
-    /* The runner spreads its products over OpenMP threads that each call BLAS: a second pool of
-     * threads inside BLAS would compete with them for the same cores. */
-    openblas_set_num_threads(1);
+    machine_start_blas(program);
     if (!read_arguments(argc, argv, &arguments, &error)) {
         error_print(program, &error);
         code = EXIT_USAGE;

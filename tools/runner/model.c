@@ -3,6 +3,7 @@
 #include "model.h"
 
 #include <errno.h>
+#include <float.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -25,6 +26,9 @@
 #define MIN_HEAD_DIM 8
 #define MAX_HEAD_DIM 512
 #define MAX_CONTEXT  INT32_MAX
+
+/* Parsed, JSON may take 80 times its length; real configurations have a few thousand bytes. */
+#define MAX_CONFIG_BYTES ((size_t)1 << 20)
 
 /* Every layer has two norms and seven matrices. */
 #define MIN_LAYER_TENSORS 9
@@ -179,6 +183,9 @@ static bool read_geometry(struct reader *reader, struct model *model)
 
     if (!reader_positive(reader, field_epsilon, &epsilon))
         return false;
+    if (epsilon < FLT_MIN || epsilon > 1)
+        return error_set(reader->error, "%s: %s: is %g, expected %g to 1", reader->path,
+                         reader->key, epsilon, FLT_MIN);
     model->rms_epsilon = (float)epsilon;
     return true;
 }
@@ -214,6 +221,16 @@ static double llama3_frequency(const struct model *model, double plain)
         return plain;
     keep = (turns - low) / (high - low);
     return (1 - keep) * plain / model->rope_factor + keep * plain;
+}
+
+/* Numbers that are each in order may still make up a frequency that is not. */
+static bool set_frequency(struct reader *reader, struct model *model, size_t i, double frequency)
+{
+    if (!(frequency <= FLT_MAX))
+        return error_set(reader->error, "%s: RoPE: pair %zu turns by %g a position, out of range",
+                         reader->path, i, frequency);
+    model->rope_inverse_frequencies[i] = (float)frequency;
+    return true;
 }
 
 static bool add_end_token(struct model *model, int32_t token, const char *path, struct error *error)
@@ -628,7 +645,8 @@ static bool read_gguf_rope(struct reader *reader, struct model *model)
                              "%s: tensor rope_freqs.weight: element %zu is %g, "
                              "expected a number above 0",
                              reader->path, i, divisor);
-        model->rope_inverse_frequencies[i] = (float)(plain_frequency(model, i) / divisor);
+        if (!set_frequency(reader, model, i, plain_frequency(model, i) / divisor))
+            return false;
     }
     /* Conversion to GGUF permutes the rows of Llama's q and k, and not those of Qwen3's. */
     model->rope_interleaved = model->architecture == MODEL_LLAMA;
@@ -741,6 +759,12 @@ static json_t *load_json(const char *path, struct error *error)
 
     if (!file_map_open(path, &map, error))
         return NULL;
+    if (map.size > MAX_CONFIG_BYTES) {
+        error_set(error, "%s: has %zu bytes, expected at most %zu", path, map.size,
+                  MAX_CONFIG_BYTES);
+        file_map_close(&map);
+        return NULL;
+    }
     root = json_loadb((const char *)map.data, map.size, JSON_REJECT_DUPLICATES, &parse_error);
     file_map_close(&map);
     if (root == NULL) {
@@ -909,9 +933,10 @@ static bool read_config_rope(struct reader *reader, struct model *model)
     for (size_t i = 0; i < model->head_dim / 2; i++) {
         const double plain = plain_frequency(model, i);
 
-        model->rope_inverse_frequencies[i] =
-            (float)(model->rope_scaling == MODEL_ROPE_LLAMA3 ? llama3_frequency(model, plain)
-                                                             : plain);
+        if (!set_frequency(reader, model, i,
+                           model->rope_scaling == MODEL_ROPE_LLAMA3 ? llama3_frequency(model, plain)
+                                                                    : plain))
+            return false;
     }
     return true;
 }
@@ -1081,6 +1106,24 @@ static bool open_model(const char *path, bool header_only, struct model **model,
     }
     *model = opened;
     return true;
+}
+
+bool model_check_ids(const struct model *model, const char *path, const int32_t *ids, size_t count,
+                     struct error *error)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || (size_t)ids[i] >= model->vocabulary)
+            return error_set(error,
+                             "%s: token id %d of the text is not in the model's vocabulary of %zu",
+                             path, (int)ids[i], model->vocabulary);
+    }
+    return true;
+}
+
+const struct file_map *model_weights_file(const struct model *model)
+{
+    return model->files->gguf != NULL ? gguf_file(model->files->gguf)
+                                      : safetensors_file(model->files->safetensors);
 }
 
 bool model_open(const char *path, struct model **model, struct error *error)

@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "../error.h"
+#include "file_map.h"
 #include "quant.h"
 
 enum model_architecture { MODEL_LLAMA, MODEL_QWEN3 };
@@ -94,6 +95,13 @@ bool model_open_header(const char *path, struct model **model, struct error *err
 
 /* Accepts NULL. */
 void model_close(struct model *model);
+
+/* Fails, naming the model by `path`, if a tokenizer's ids are not all in the model's vocabulary. */
+bool model_check_ids(const struct model *model, const char *path, const int32_t *ids, size_t count,
+                     struct error *error);
+
+/* The mapped file that holds the weights. */
+const struct file_map *model_weights_file(const struct model *model);
 
 /* "llama" or "qwen3". */
 const char *model_architecture_name(enum model_architecture architecture);

@@ -10,6 +10,7 @@
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -31,6 +32,8 @@ struct products {
     size_t panel_columns;
     float *sums; /* of blocks of few rows [FEW_ROWS, sums_columns / ACTIVATION_BLOCK] */
     size_t sums_columns;
+    void *blas_room; /* held for OpenBLAS until the first product; MAP_FAILED afterwards */
+    size_t blas_bytes;
 };
 
 /* The library has already checked that the machine runs what it names. */
@@ -63,14 +66,32 @@ bool products_open(unsigned threads, const char *isa, struct products **products
         return error_set(error, "matrix products: out of memory");
     p->threads = threads;
     p->kernels = find_kernels(isa);
+    p->blas_bytes = threads * PRODUCTS_BLAS_BYTES;
+    p->blas_room =
+        mmap(NULL, p->blas_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p->blas_room == MAP_FAILED) {
+        products_close(p);
+        return error_set(error,
+                         "matrix products: %u threads need %zu MiB of address space for OpenBLAS, "
+                         "more than the process may have (ulimit -v)",
+                         threads, threads * PRODUCTS_BLAS_BYTES >> 20);
+    }
     *products = p;
     return true;
+}
+
+static void give_room_to_blas(struct products *products)
+{
+    if (products->blas_room != MAP_FAILED)
+        munmap(products->blas_room, products->blas_bytes);
+    products->blas_room = MAP_FAILED;
 }
 
 void products_close(struct products *products)
 {
     if (products == NULL)
         return;
+    give_room_to_blas(products);
     free(products->panels);
     free(products->sums);
     free(products);
@@ -209,6 +230,7 @@ bool products_multiply(struct products *products, const float *x, size_t x_strid
 
         if (!prepare(products, x, x_stride, rows, columns, prepared))
             return error_set(error, "matrix products: out of memory for %zu columns", columns);
+        give_room_to_blas(products);
         multiply_few(products, prepared, rows, list, count);
         return true;
     }
@@ -222,6 +244,7 @@ bool products_multiply(struct products *products, const float *x, size_t x_strid
             return error_set(error, "matrix products: out of memory for %zu columns", columns);
         products->panel_columns = columns;
     }
+    give_room_to_blas(products);
     multiply_panels(products, x, x_stride, rows, list, count);
     return true;
 }

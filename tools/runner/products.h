@@ -22,10 +22,15 @@ struct product {
     bool add;        /* y += x W^T */
 };
 
+/* OpenBLAS takes this much address space for each of its own threads and for each thread that is in
+ * it at once. Where it cannot get it, it tries for ever. */
+#define PRODUCTS_BLAS_BYTES (((size_t)128 << 20) + 4096)
+
 /* One calling thread at a time; the products themselves use `threads` threads. */
 struct products;
 
-/* `threads` >= 1. `isa` is what pkv_cache_isa() says; an instruction set for which there are no
+/* Holds the address space that BLAS will take until the first product, and fails if there is too
+ * little. `threads` >= 1. `isa` is what pkv_cache_isa() says; an instruction set for which there are no
  * loops here means the generic ones. */
 bool products_open(unsigned threads, const char *isa, struct products **products,
                    struct error *error);

@@ -2,6 +2,7 @@
 /* Chooses the next token from logits. */
 #include "sampler.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -184,6 +185,9 @@ static bool penalise(struct sampler *s, const int32_t *history, size_t count, st
             continue;
         s->penalised[id] = 1;
         s->logits[id] = s->logits[id] > 0 ? s->logits[id] / penalty : s->logits[id] * penalty;
+        /* An infinite logit would have no difference to itself. */
+        if (s->logits[id] > FLT_MAX)
+            s->logits[id] = FLT_MAX;
     }
     for (size_t i = first; i < end; i++)
         s->penalised[history[i]] = 0;
