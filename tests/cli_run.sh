@@ -197,8 +197,10 @@ if [ -e /dev/full ]; then
     same 'status of an answer to a full device' $? 1
     same 'errors of an answer to a full device' "$(wc -l < "$work/err")" 1
 fi
+# shellcheck disable=SC3045 # every shell that is /bin/sh somewhere has ulimit -v
 if (ulimit -v 16000000 && puzzlekv-run --version) > "$work/out" 2>&1; then
     for limit in 100000 400000 500000; do
+        # shellcheck disable=SC3045
         (ulimit -v $limit && exec timeout 60 puzzlekv-run "$model" -f "$source/COPYING" -n 2 -t 2) \
             > "$work/out" 2> "$work/err"
         same "status with ulimit -v $limit" $? 1
