@@ -396,32 +396,6 @@ static void store_outputs(const struct worker *worker, const pkv_step_io *io,
 
 /* ---- All units ---- */
 
-static void run_whole_units(const struct backend *backend, size_t layer, const pkv_step_io *io)
-{
-    const struct cpu_step *step = &backend->step;
-    const size_t heads = backend->geometry->kv_heads;
-
-#pragma omp parallel num_threads(step->threads) if (step->multiplies > PARALLEL_MULTIPLIES)
-    {
-        struct worker worker = worker_init(backend, layer);
-        fenv_t modes;
-
-        cpu_modes_set(&modes);
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < step->n_units * heads; i++) {
-            take_unit(&worker, &step->units[i / heads], i % heads);
-            load_queries(&worker, &io->q);
-            attend_run(&worker, 0, &worker.merged);
-            for (size_t run = 1; run < worker.unit->runs; run++) {
-                attend_run(&worker, run, &worker.run);
-                merge(&worker, &worker.merged, &worker.run);
-            }
-            store_outputs(&worker, io, &worker.merged);
-        }
-        cpu_modes_restore(&modes);
-    }
-}
-
 /* The state of a run in a split step. */
 static struct state split_state(const struct worker *worker, size_t run)
 {
@@ -441,7 +415,43 @@ static const struct attention_unit *unit_of_state(const struct cpu_step *step, s
     return unit;
 }
 
-static void run_split_units(const struct backend *backend, size_t layer, const pkv_step_io *io)
+/* One run of a split step into its state. */
+static void attend_split_run(struct worker *worker, size_t number, const pkv_step_io *io)
+{
+    const struct cpu_step *step = &worker->backend->step;
+    const struct attention_unit *unit = unit_of_state(step, number % step->n_states);
+    size_t run = number % step->n_states - unit->first_state;
+    struct state state;
+
+    take_unit(worker, unit, number / step->n_states);
+    load_queries(worker, &io->q);
+    state = split_state(worker, run);
+    attend_run(worker, run, &state);
+}
+
+/* One unit's outputs: from the states of a split step, else from the beginning. */
+static void attend_unit(struct worker *worker, const struct attention_unit *unit, size_t kv_head,
+                        const pkv_step_io *io)
+{
+    const bool split = worker->backend->step.states != NULL;
+    struct state merged, state;
+
+    take_unit(worker, unit, kv_head);
+    merged = split ? split_state(worker, 0) : worker->merged;
+    if (!split) {
+        load_queries(worker, &io->q);
+        attend_run(worker, 0, &merged);
+    }
+    for (size_t run = 1; run < unit->runs; run++) {
+        state = split ? split_state(worker, run) : worker->run;
+        if (!split)
+            attend_run(worker, run, &state);
+        merge(worker, &merged, &state);
+    }
+    store_outputs(worker, io, &merged);
+}
+
+void attention_run(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
     const struct cpu_step *step = &backend->step;
     const size_t heads = backend->geometry->kv_heads;
@@ -451,39 +461,15 @@ static void run_split_units(const struct backend *backend, size_t layer, const p
         struct worker worker = worker_init(backend, layer);
         fenv_t modes;
 
-        cpu_modes_set(&modes);
+        modes_set(&modes);
+        if (step->states) {
 #pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < step->n_states * heads; i++) {
-            const struct attention_unit *unit = unit_of_state(step, i % step->n_states);
-            size_t run = i % step->n_states - unit->first_state;
-            struct state state;
-
-            take_unit(&worker, unit, i / step->n_states);
-            load_queries(&worker, &io->q);
-            state = split_state(&worker, run);
-            attend_run(&worker, run, &state);
+            for (size_t i = 0; i < step->n_states * heads; i++)
+                attend_split_run(&worker, i, io);
         }
-#pragma omp for
-        for (size_t i = 0; i < step->n_units * heads; i++) {
-            struct state merged;
-
-            take_unit(&worker, &step->units[i / heads], i % heads);
-            merged = split_state(&worker, 0);
-            for (size_t run = 1; run < worker.unit->runs; run++) {
-                struct state state = split_state(&worker, run);
-
-                merge(&worker, &merged, &state);
-            }
-            store_outputs(&worker, io, &merged);
-        }
-        cpu_modes_restore(&modes);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < step->n_units * heads; i++)
+            attend_unit(&worker, &step->units[i / heads], i % heads, io);
+        modes_restore(&modes);
     }
-}
-
-void attention_run(struct backend *backend, size_t layer, const pkv_step_io *io)
-{
-    if (backend->step.states)
-        run_split_units(backend, layer, io);
-    else
-        run_whole_units(backend, layer, io);
 }

@@ -5,8 +5,7 @@
 
 #include "backend.h"
 #include "kernels.h"
-
-#include <fenv.h>
+#include "numeric.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -111,22 +110,6 @@ static inline unsigned cpu_thread(void)
 #else
     return 0;
 #endif
-}
-
-/*
- * Every thread computes between these two in the default floating-point environment, and leaves
- * its own as it was: neither the caller's flush-to-zero or rounding modes nor those that a worker
- * thread once inherited reach a result, and what lies past the end of a row traps nobody.
- */
-static inline void cpu_modes_set(fenv_t *saved)
-{
-    fegetenv(saved);
-    fesetenv(FE_DFL_ENV);
-}
-
-static inline void cpu_modes_restore(const fenv_t *saved)
-{
-    fesetenv(saved);
 }
 
 static inline size_t cpu_min(size_t a, size_t b)

@@ -188,33 +188,37 @@ static double *thread_scratch(const struct backend *backend)
     return (double *)(void *)(step->scratch + cpu_thread() * step->scratch_bytes);
 }
 
-static void prepare(const struct backend *backend, size_t layer, size_t number, double *gram)
+/* Problem first + i of a layer, the chunk's number i: its Gram matrix. */
+static void prepare(const struct backend *backend, size_t layer, size_t first, size_t i)
 {
-    const struct geometry *geometry = backend->geometry;
-    struct problem problem = problem_at(backend, layer, number);
+    const size_t length = backend->geometry->policy.page_tokens;
+    struct problem problem = problem_at(backend, layer, first + i);
     double *transposed = thread_scratch(backend);
 
     store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, transposed);
-    gram_matrix(geometry->policy.page_tokens, geometry->head_dim, transposed, gram);
+    gram_matrix(length, backend->geometry->head_dim, transposed,
+                backend->step.gram + i * length * length);
 }
 
-/* False where the factors overflow the storage type. */
-static bool finish(const struct backend *backend, size_t layer, size_t number,
-                   const double *vectors, const double *eigen)
+/* The same, once it is solved: its factors, and whether they overflow the storage type. */
+static void finish(const struct backend *backend, size_t layer, size_t first, size_t i)
 {
+    const struct cpu_step *step = &backend->step;
     const size_t d = backend->geometry->head_dim;
     const size_t length = backend->geometry->policy.page_tokens;
-    struct problem problem = problem_at(backend, layer, number);
+    struct problem problem = problem_at(backend, layer, first + i);
     size_t ld = padded_rank(problem.rank);
     double *transposed = thread_scratch(backend);
     double *left = transposed + d * length;
     double *right = left + length * ld;
-    size_t carrying = leading_columns(length, problem.rank, ld, vectors, eigen, left);
+    size_t carrying = leading_columns(length, problem.rank, ld, step->gram + i * length * length,
+                                      step->eigen + i * length, left);
 
     store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, transposed);
     project(length, d, carrying, ld, transposed, left, right);
-    return store_put_factors(backend, layer, problem.kv_head, problem.job->change->to.slot,
-                             problem.is_key, left, right, ld);
+    step->overflow[i] =
+        !store_put_factors(backend, layer, problem.kv_head, problem.job->change->to.slot,
+                           problem.is_key, left, right, ld);
 }
 
 /* ---- All problems ---- */
@@ -228,20 +232,19 @@ static pkv_status fail_at(struct backend *backend, pkv_status status, size_t lay
                 problem.kv_head, problem.job->change->page, problem.is_key ? "K" : "V", what);
 }
 
-static void prepare_chunk(const struct backend *backend, size_t layer, size_t first, size_t n)
+/* Problems first .. first + n - 1, spread over threads. */
+static void for_chunk(const struct backend *backend, size_t layer, size_t first, size_t n,
+                      void (*one)(const struct backend *, size_t, size_t, size_t))
 {
-    const struct cpu_step *step = &backend->step;
-    const size_t length = backend->geometry->policy.page_tokens;
-
-#pragma omp parallel num_threads(step->threads) if (n >= PARALLEL_PROBLEMS)
+#pragma omp parallel num_threads(backend->step.threads) if (n >= PARALLEL_PROBLEMS)
     {
         fenv_t modes;
 
-        cpu_modes_set(&modes);
+        modes_set(&modes);
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < n; i++)
-            prepare(backend, layer, first + i, step->gram + i * length * length);
-        cpu_modes_restore(&modes);
+            one(backend, layer, first, i);
+        modes_restore(&modes);
     }
 }
 
@@ -254,7 +257,7 @@ static size_t solve_chunk(const struct backend *backend, size_t n)
     size_t solved = 0;
     fenv_t modes;
 
-    cpu_modes_set(&modes);
+    modes_set(&modes);
     while (solved < n) {
         /* A lower triangle in rows is LAPACK's upper one in columns. */
         lapack_int info = LAPACKE_dsyevd_work(
@@ -266,27 +269,8 @@ static size_t solve_chunk(const struct backend *backend, size_t n)
             break;
         solved++;
     }
-    cpu_modes_restore(&modes);
+    modes_restore(&modes);
     return solved;
-}
-
-/* Marks the problems whose factors overflow. */
-static void finish_chunk(const struct backend *backend, size_t layer, size_t first, size_t n)
-{
-    const struct cpu_step *step = &backend->step;
-    const size_t length = backend->geometry->policy.page_tokens;
-
-#pragma omp parallel num_threads(step->threads) if (n >= PARALLEL_PROBLEMS)
-    {
-        fenv_t modes;
-
-        cpu_modes_set(&modes);
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < n; i++)
-            step->overflow[i] = !finish(backend, layer, first + i, step->gram + i * length * length,
-                                        step->eigen + i * length);
-        cpu_modes_restore(&modes);
-    }
 }
 
 static pkv_status factorize(struct backend *backend, size_t layer)
@@ -298,9 +282,9 @@ static pkv_status factorize(struct backend *backend, size_t layer)
         size_t n = cpu_min(step->chunk, total - first);
         size_t solved;
 
-        prepare_chunk(backend, layer, first, n);
+        for_chunk(backend, layer, first, n, prepare);
         solved = solve_chunk(backend, n);
-        finish_chunk(backend, layer, first, solved);
+        for_chunk(backend, layer, first, solved, finish);
         for (size_t i = 0; i < solved; i++)
             if (step->overflow[i])
                 return fail_at(backend, PKV_ERROR_VALUE, layer, first + i,

@@ -2,8 +2,6 @@
 /* Pools, the layout of pages, rounding, and everything that moves K and V. */
 #include "store.h"
 
-#include "numeric.h"
-
 #include <float.h>
 #include <math.h>
 #include <stdio.h>
@@ -336,19 +334,19 @@ pkv_status store_round(struct backend *backend, size_t layer, const pkv_step_io 
     {
         fenv_t modes;
 
-        cpu_modes_set(&modes);
+        modes_set(&modes);
 #pragma omp for
         for (size_t i = 0; i < n; i++)
             bad += !round_block(backend, &step->units[i / geometry->kv_heads],
                                 i % geometry->kv_heads, io);
-        cpu_modes_restore(&modes);
+        modes_restore(&modes);
     }
     if (bad) {
         fenv_t modes;
 
-        cpu_modes_set(&modes);
+        modes_set(&modes);
         status = find_fault(backend, layer, io);
-        cpu_modes_restore(&modes);
+        modes_restore(&modes);
     }
     return status;
 }
@@ -541,7 +539,7 @@ void store_rebuild(const struct backend *backend, uint32_t factor_slot, uint32_t
     const size_t length = geometry->policy.page_tokens;
     fenv_t modes;
 
-    cpu_modes_set(&modes);
+    modes_set(&modes);
     for (size_t layer = 0; layer < geometry->layers; layer++) {
         for (size_t head = 0; head < geometry->kv_heads; head++) {
             struct factor_page from = store_factors(backend, layer, head, factor_slot);
@@ -553,7 +551,7 @@ void store_rebuild(const struct backend *backend, uint32_t factor_slot, uint32_t
                            to.v);
         }
     }
-    cpu_modes_restore(&modes);
+    modes_restore(&modes);
 }
 
 /* The first `columns` columns of a matrix [rows, ld] as the rows of `out`. */

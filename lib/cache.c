@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Opening and closing caches, and their statistics. */
 #include "cache.h"
+#include "numeric.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -21,6 +22,19 @@ static size_t page_scratch_bytes(const struct geometry *geometry)
             elements = factors;
     }
     return elements * geometry->element_bytes;
+}
+
+/* The configured scale, or 1 / sqrt(d). */
+static float softmax_scale(const pkv_config *config)
+{
+    fenv_t modes;
+    float scale = config->softmax_scale;
+
+    modes_set(&modes);
+    if (scale == 0)
+        scale = (float)(1 / sqrt((double)config->head_dim));
+    modes_restore(&modes);
+    return scale;
 }
 
 /* Everything but the backend. On failure the caller frees what there is. */
@@ -50,9 +64,7 @@ static pkv_status reserve(struct pkv_cache *cache, const pkv_config *config)
                                   .solver = config->solver,
                                   .dtype = config->dtype,
                                   .element_bytes = storage_element_bytes(config->dtype),
-                                  .softmax_scale = config->softmax_scale};
-    if (geometry->softmax_scale == 0)
-        geometry->softmax_scale = (float)(1 / sqrt((double)config->head_dim));
+                                  .softmax_scale = softmax_scale(config)};
 
     cache->dense_tokens =
         memory_allocate(memory, storage->dense_slots, sizeof *cache->dense_tokens);
@@ -257,6 +269,9 @@ static pkv_status check_stats(struct pkv_cache *cache, const pkv_stats *stats)
 
 pkv_status pkv_cache_stats(pkv_cache *cache, pkv_stats *stats)
 {
+    if (cache == NULL)
+        return PKV_ERROR_ARGUMENT;
+
     pkv_status status = check_stats(cache, stats);
 
     if (status != PKV_OK)
@@ -274,6 +289,9 @@ pkv_status pkv_cache_stats(pkv_cache *cache, pkv_stats *stats)
 
 pkv_status pkv_seq_stats(const pkv_seq *seq, pkv_stats *stats)
 {
+    if (seq == NULL)
+        return PKV_ERROR_ARGUMENT;
+
     const struct page_policy *policy = &seq->cache->geometry.policy;
     pkv_status status = check_stats(seq->cache, stats);
 

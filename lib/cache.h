@@ -40,6 +40,7 @@ struct pkv_cache {
     size_t max_sequences;
     size_t max_tokens;
     size_t max_step_tokens;
+    size_t stored_most; /* no less than cache_stored_tokens(), without its walk over all pages */
 
     const struct backend_ops *ops;
     struct backend *backend;

@@ -116,6 +116,8 @@ pkv_status pkv_seq_digest(pkv_seq *seq, uint64_t *digest)
 {
     XXH3_state_t state;
 
+    if (seq == NULL)
+        return PKV_ERROR_ARGUMENT;
     if (digest == NULL)
         return fail(&seq->cache->message, PKV_ERROR_ARGUMENT, "digest: NULL");
     XXH3_64bits_reset(&state);
@@ -132,6 +134,8 @@ pkv_status pkv_cache_digest(pkv_cache *cache, uint64_t *digest)
     XXH3_state_t state;
     pkv_status status = PKV_OK;
 
+    if (cache == NULL)
+        return PKV_ERROR_ARGUMENT;
     if (digest == NULL)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "digest: NULL");
     XXH3_64bits_reset(&state);

@@ -1,11 +1,28 @@
 /* SPDX-License-Identifier: MIT */
-/* Conversions between f32 and the storage types that every backend does alike: round to nearest
- * even, subnormals kept, overflow to infinity. */
+/* What every backend computes alike: the floating-point modes, and conversions between f32 and the
+ * storage types: round to nearest even, subnormals kept, overflow to infinity. */
 #ifndef PUZZLEKV_LIB_NUMERIC_H
 #define PUZZLEKV_LIB_NUMERIC_H
 
+#include <fenv.h>
 #include <stdint.h>
 #include <string.h>
+
+/*
+ * Every thread computes between these two in the default floating-point environment, and leaves
+ * its own as it was: neither the caller's flush-to-zero or rounding modes nor those that a worker
+ * thread once inherited reach a result, and what lies past the end of a row traps nobody.
+ */
+static inline void modes_set(fenv_t *saved)
+{
+    fegetenv(saved);
+    fesetenv(FE_DFL_ENV);
+}
+
+static inline void modes_restore(const fenv_t *saved)
+{
+    fesetenv(saved);
+}
 
 static inline uint32_t f32_bits(float x)
 {
@@ -82,8 +99,7 @@ static inline uint16_t f16_from_f32(float x)
 
         return (uint16_t)(sign | (value + (rest > half || (rest == half && (value & 1)))));
     }
-    return (uint16_t)(sign |
-                      ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13));
+    return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13));
 }
 
 #endif

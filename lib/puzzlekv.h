@@ -20,9 +20,15 @@
  *   - A function that fails changes nothing, and pkv_cache_message() tells what was wrong where.
  *   - A cache, its sequences and its step belong to one thread at a time: the caller locks.
  *     Different caches are independent and may be used by different threads at once.
+ *   - Pointers are not NULL unless it says so; a cache, sequence or step that is NULL is
+ *     PKV_ERROR_ARGUMENT where a function returns a status.
  *   - Sizes and strides are counted in elements unless the name says bytes.
  *   - The library changes no process-wide state: neither thread counts nor floating-point modes.
- *   - The same input gives the same bits for any number of threads and any batch.
+ *     The caller's rounding and flush-to-zero modes do not reach what it computes.
+ *   - The same input gives the same bits for any number of threads and any batch, at any one thread
+ *     count of OpenBLAS; see pkv_solver.
+ *   - In the child of fork(2) GNU's OpenMP waits forever for the parent's threads: use caches with
+ *     `threads` 1 alone there.
  */
 #ifndef PUZZLEKV_H
 #define PUZZLEKV_H
@@ -73,7 +79,14 @@ typedef enum pkv_factors {
 
 /* What computes the leading eigenvectors of a page's P x P Gram matrix. */
 typedef enum pkv_solver {
-    PKV_SOLVER_LAPACK = 0 /* LAPACK's divide and conquer in double precision; the reference */
+    /*
+     * LAPACK's divide and conquer in double precision; the reference. OpenBLAS has a thread count
+     * of its own, which the library leaves to the process. With another one, be it by
+     * OPENBLAS_NUM_THREADS or because an OpenMP flavour of OpenBLAS is called inside a parallel
+     * region, factors may differ in rounding, and directions without energy (those of a page whose
+     * rank is lower than r) may be other ones, equally good.
+     */
+    PKV_SOLVER_LAPACK = 0
 } pkv_solver;
 
 /*
@@ -130,7 +143,7 @@ typedef struct pkv_config {
     /* Instruction set: "generic", or what the machine offers of "avx2", "avx512", "neon". NULL
      * means the environment variable PUZZLEKV_ISA if set, else the widest; NULL. */
     const char *isa;
-    unsigned threads; /* OpenMP threads of one call; 0 means OpenMP's own default; 0 */
+    unsigned threads; /* OpenMP threads of one call, at most 1024; 0 means OpenMP's default; 0 */
 
     pkv_allocator allocator; /* all zero */
 } pkv_config;
@@ -228,7 +241,8 @@ typedef struct pkv_step_item {
 /*
  * Rows of heads of d contiguous elements: element i of head h of row t is
  * data[t * token_stride + h * head_stride + i]. A stride of 0 stands for the packed one:
- * head_stride d, token_stride heads * d. Rows of all items follow each other in item order.
+ * head_stride d, token_stride heads * d. Rows of all items follow each other in item order. `data`
+ * is aligned to its elements.
  */
 typedef struct pkv_input {
     const void *data;
@@ -271,7 +285,9 @@ pkv_status pkv_step_begin(pkv_cache *cache, const pkv_step_item *items, size_t n
  *     s_p = scale (q R_K^T) L_K^T,  m_p = max s_p,  l_p = sum exp(s_p - m_p),
  *     o_p = (exp(s_p - m_p) L_V) R_V                                            (Eq. 4)
  *     out = sum exp(m_p - m) o_p / sum exp(m_p - m) l_p,  m = max m_p           (Eq. 5)
- * merged in ascending page order. Then K and V are stored, and the pages due are factorized.
+ * merged in ascending page order, in f32: where a score or an unnormalised sum exceeds its range,
+ * or q is not finite, that row of that head comes out infinite or NaN, and no other. Then K and V
+ * are stored, and the pages due are factorized.
  * After a failure only pkv_step_abort() is valid, and out is undefined.
  * Errors: PKV_ERROR_ARGUMENT (order, NULL data, strides), PKV_ERROR_VALUE (the message names layer,
  * head and page), PKV_ERROR_SOLVER, PKV_ERROR_MEMORY, PKV_ERROR_DEVICE.
@@ -337,8 +353,8 @@ typedef struct pkv_stats {
     /* Most bytes that a committed step held beyond the pool, library scratch and plan included;
      * 0 in a sequence's statistics. */
     size_t transient_peak_bytes;
-    uint64_t factorized_pages;     /* pages factorized by committed steps since open */
-    double factorize_seconds;      /* wall time of it, all layers; 0 in a sequence's statistics */
+    uint64_t factorized_pages; /* pages factorized by committed steps since open */
+    double factorize_seconds;  /* wall time of it, all layers; 0 in a sequence's statistics */
 } pkv_stats;
 
 /* Fills `stats` for the whole cache (a slot that several sequences share counts once, with the

@@ -12,6 +12,8 @@ static pkv_status busy(struct pkv_cache *cache)
 
 pkv_status pkv_seq_open(pkv_cache *cache, pkv_seq **result)
 {
+    if (cache == NULL)
+        return PKV_ERROR_ARGUMENT;
     if (result == NULL)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "seq: NULL");
     *result = NULL;
@@ -84,6 +86,9 @@ pkv_status sequence_reserve(struct pkv_seq *seq, size_t pages)
 
 pkv_status pkv_seq_fork(pkv_seq *seq, pkv_seq **result)
 {
+    if (seq == NULL)
+        return PKV_ERROR_ARGUMENT;
+
     struct pkv_cache *cache = seq->cache;
     size_t pages = pages_count(&cache->geometry.policy, seq->tokens);
     struct pkv_seq *fork;
@@ -129,11 +134,15 @@ static pkv_status make_dense(struct pkv_seq *seq, size_t page)
     }
     cache_release_page(cache, seq->table[page]);
     seq->table[page] = dense;
+    cache->stored_most = size_add(cache->stored_most, cache->geometry.policy.page_tokens);
     return PKV_OK;
 }
 
 pkv_status pkv_seq_truncate(pkv_seq *seq, size_t tokens)
 {
+    if (seq == NULL)
+        return PKV_ERROR_ARGUMENT;
+
     struct pkv_cache *cache = seq->cache;
     const struct page_policy *policy = &cache->geometry.policy;
     size_t old_pages = pages_count(policy, seq->tokens);
@@ -166,6 +175,9 @@ size_t pkv_seq_tokens(const pkv_seq *seq)
 
 pkv_status pkv_seq_page(const pkv_seq *seq, size_t page, pkv_page_info *info)
 {
+    if (seq == NULL)
+        return PKV_ERROR_ARGUMENT;
+
     struct pkv_cache *cache = seq->cache;
     const struct page_policy *policy = &cache->geometry.policy;
     struct page entry = {0};
@@ -237,6 +249,10 @@ static pkv_status read_product(struct pkv_seq *seq, size_t layer, size_t kv_head
                                   right_part, right);
     if (status != PKV_OK)
         return status;
+
+    fenv_t modes;
+
+    modes_set(&modes);
     for (size_t t = 0; t < length; t++) {
         float *row = out + t * dim;
 
@@ -248,12 +264,16 @@ static pkv_status read_product(struct pkv_seq *seq, size_t layer, size_t kv_head
                 row[i] += weight * element(geometry->dtype, right, k * dim + i);
         }
     }
+    modes_restore(&modes);
     return PKV_OK;
 }
 
 pkv_status pkv_seq_read_page(pkv_seq *seq, size_t layer, size_t kv_head, size_t page, float *k,
                              float *v)
 {
+    if (seq == NULL)
+        return PKV_ERROR_ARGUMENT;
+
     struct pkv_cache *cache = seq->cache;
     const struct geometry *geometry = &cache->geometry;
     size_t pages = pages_count(&geometry->policy, seq->tokens);

@@ -28,15 +28,15 @@ static pkv_status check_tokens(struct pkv_cache *cache, size_t rows)
         return fail(&cache->message, PKV_ERROR_ARGUMENT,
                     "items: %zu new tokens are more than max_step_tokens (%zu)", rows,
                     cache->max_step_tokens);
-    /* Tokens that forks share take room once; finding them costs a walk over all pages. */
-    if (size_add(cache_tokens(cache), rows) > cache->max_tokens) {
-        size_t stored = cache_stored_tokens(cache);
-
-        if (size_add(stored, rows) > cache->max_tokens)
-            return fail(&cache->message, PKV_ERROR_CAPACITY,
-                        "items: %zu stored and %zu new tokens are more than max_tokens (%zu)",
-                        stored, rows, cache->max_tokens);
-    }
+    if (size_add(cache_tokens(cache), rows) <= cache->max_tokens)
+        return PKV_OK;
+    /* Tokens that forks share take room once. Counting them walks over all pages. */
+    if (size_add(cache->stored_most, rows) > cache->max_tokens)
+        cache->stored_most = cache_stored_tokens(cache);
+    if (size_add(cache->stored_most, rows) > cache->max_tokens)
+        return fail(&cache->message, PKV_ERROR_CAPACITY,
+                    "items: %zu stored and %zu new tokens are more than max_tokens (%zu)",
+                    cache->stored_most, rows, cache->max_tokens);
     return PKV_OK;
 }
 
@@ -170,8 +170,12 @@ static void clear_step(struct pkv_step *step)
 pkv_status pkv_step_begin(pkv_cache *cache, const pkv_step_item *items, size_t n_items,
                           pkv_step **result)
 {
-    struct pkv_step *step = &cache->step;
     size_t rows;
+
+    if (cache == NULL)
+        return PKV_ERROR_ARGUMENT;
+
+    struct pkv_step *step = &cache->step;
 
     if (result == NULL)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: NULL");
@@ -224,6 +228,9 @@ static pkv_status check_operand(struct message *message, const char *name, const
     if (!storage_dtype_valid(dtype))
         return fail(message, PKV_ERROR_ARGUMENT, "%s.dtype: %d is not a pkv_dtype", name,
                     (int)dtype);
+    if ((uintptr_t)data % storage_element_bytes(dtype) != 0)
+        return fail(message, PKV_ERROR_ARGUMENT, "%s.data: %p is not aligned to its elements", name,
+                    data);
     if (*head_stride == 0)
         *head_stride = dim;
     if (*token_stride == 0)
@@ -258,6 +265,9 @@ static pkv_status check_io(struct pkv_step *step, pkv_step_io *io)
 
     if (io->lse != NULL && io->out.data == NULL)
         return fail(message, PKV_ERROR_ARGUMENT, "lse: it needs out");
+    if ((uintptr_t)io->lse % sizeof *io->lse != 0)
+        return fail(message, PKV_ERROR_ARGUMENT, "lse: %p is not aligned to its elements",
+                    (void *)io->lse);
     status = check_operand(message, "k", io->k.data, io->k.dtype, rows, geometry->kv_heads, dim,
                            &io->k.token_stride, &io->k.head_stride);
     if (status == PKV_OK)
@@ -295,6 +305,9 @@ static pkv_status check_layer(struct pkv_step *step, size_t layer, const pkv_ste
 
 pkv_status pkv_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
 {
+    if (step == NULL)
+        return PKV_ERROR_ARGUMENT;
+
     struct pkv_cache *cache = step->cache;
 
     if (!step->open)
@@ -320,6 +333,9 @@ pkv_status pkv_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
 
 pkv_status pkv_step_end(pkv_step *step)
 {
+    if (step == NULL)
+        return PKV_ERROR_ARGUMENT;
+
     struct pkv_cache *cache = step->cache;
 
     if (!step->open)
@@ -342,9 +358,16 @@ pkv_status pkv_step_end(pkv_step *step)
         struct pkv_seq *seq = step->sequences[i];
 
         for (size_t j = 0; j < item->n_changes; j++) {
-            seq->table[item->changes[j].page] = item->changes[j].to;
-            if (item->changes[j].to.kind == SLOT_FACTOR)
+            const struct page_change *change = &item->changes[j];
+
+            seq->table[change->page] = change->to;
+            if (change->to.kind == SLOT_FACTOR)
                 cache->factorized_pages++;
+            /* What a new slot takes over may stay in the old one for others. */
+            cache->stored_most = size_add(cache->stored_most, change->new_tokens);
+            if (change->from.kind == SLOT_DENSE && !same_page(change->from, change->to) &&
+                cache->dense.references[change->from.slot] > 1)
+                cache->stored_most = size_add(cache->stored_most, change->cached_tokens);
         }
         seq->tokens += item->new_tokens;
         seq->in_step = false;

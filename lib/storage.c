@@ -5,6 +5,9 @@
 #include <math.h>
 #include <stdio.h>
 
+/* OpenMP ends the process when it cannot start a thread; this many it can. */
+#define MAX_THREADS 1024u
+
 void pkv_config_init(pkv_config *config)
 {
     *config = (pkv_config){.struct_size = sizeof *config,
@@ -79,6 +82,10 @@ static pkv_status check_shape(const pkv_config *config, struct message *message)
 
     if (status == PKV_OK)
         status = check_at_least_one("kv_heads", config->kv_heads, message);
+    if (status == PKV_OK)
+        status = check_at_least_one("max_sequences", config->max_sequences, message);
+    if (status == PKV_OK)
+        status = check_at_least_one("max_tokens", config->max_tokens, message);
     if (status != PKV_OK)
         return status;
     if (config->query_heads == 0 || config->query_heads % config->kv_heads != 0)
@@ -142,6 +149,9 @@ static pkv_status check_choices(const pkv_config *config, struct message *messag
     if (!storage_dtype_valid(config->dtype))
         return fail(message, PKV_ERROR_ARGUMENT, "dtype: %d is not a pkv_dtype",
                     (int)config->dtype);
+    if (config->threads > MAX_THREADS)
+        return fail(message, PKV_ERROR_ARGUMENT, "threads: %u are more than %u", config->threads,
+                    MAX_THREADS);
     if (!isfinite(config->softmax_scale) || config->softmax_scale < 0)
         return fail(message, PKV_ERROR_ARGUMENT,
                     "softmax_scale: %g is not a finite number of 0 or more",
@@ -186,10 +196,6 @@ pkv_status storage_of(const pkv_config *config, struct storage *storage, struct 
     status = check_shape(config, message);
     if (status == PKV_OK)
         status = check_choices(config, message);
-    if (status == PKV_OK)
-        status = check_at_least_one("max_sequences", config->max_sequences, message);
-    if (status == PKV_OK)
-        status = check_at_least_one("max_tokens", config->max_tokens, message);
     if (status != PKV_OK)
         return status;
 

@@ -5,6 +5,7 @@
 #include "puzzlekv.h"
 #include "tests.h"
 
+#include <fenv.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -563,6 +564,47 @@ static size_t type_bytes(pkv_dtype dtype)
     return dtype == PKV_F32 ? 4 : 2;
 }
 
+/* The caller's rounding mode changes no output, whichever calls it is set in, nor what is read. */
+START_TEST(rounding_modes_change_nothing)
+{
+    enum { TOKENS = 90 };
+    const struct shape shape = {1, 2, 1, 24, 8, 1, 1, 6, 5}; /* 1 / sqrt(24) is not exact */
+    const int modes[] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+    float *outputs[2] = {NULL}, *lse[2] = {NULL}, pages[2][2][8 * 24];
+
+    for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
+        const size_t to = i > 0;
+        struct stream stream = make_stream(&shape, TOKENS, 5);
+        pkv_config config = make_config(&shape, PKV_F32, TOKENS);
+        pkv_cache *cache;
+        pkv_seq *seq;
+
+        fesetround(modes[i]);
+        cache = tests_open_cache(&config);
+        require_ok(cache, pkv_seq_open(cache, &seq));
+        step(cache, seq, &stream, TOKENS - 1);
+        step(cache, seq, &stream, 1);
+        require_ok(cache, pkv_seq_read_page(seq, 0, 0, 3, pages[to][0], pages[to][1]));
+        ck_assert_int_eq(fegetround(), modes[i]);
+        fesetround(FE_TONEAREST);
+        outputs[to] = stream.out;
+        lse[to] = stream.lse;
+        stream.out = stream.lse = NULL;
+        if (to) {
+            ck_assert_mem_eq(outputs[0], outputs[1], TOKENS * 2 * 24 * sizeof(float));
+            ck_assert_mem_eq(lse[0], lse[1], TOKENS * 2 * sizeof(float));
+            ck_assert_mem_eq(pages[0], pages[1], sizeof pages[0]);
+            free(outputs[1]);
+            free(lse[1]);
+        }
+        pkv_cache_close(cache);
+        free_stream(&stream);
+    }
+    free(outputs[0]);
+    free(lse[0]);
+}
+END_TEST
+
 /* Copies [tokens, heads, d] into rows of a wider buffer. */
 static void spread(const float *from, size_t tokens, size_t heads, size_t d, pkv_dtype dtype,
                    char *to, size_t token_stride, size_t head_stride)
@@ -930,6 +972,7 @@ int main(void)
     tcase_add_test(test, splits_change_no_contents);
     tcase_add_test(test, batches_change_nothing);
     tcase_add_test(test, decode_continues_prefill);
+    tcase_add_test(test, rounding_modes_change_nothing);
     tcase_add_loop_test(test, types_and_strides, 0, 9);
     tcase_add_test(test, storing_without_attending);
     tcase_add_loop_test(test, contents, 0, 3);

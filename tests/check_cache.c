@@ -4,6 +4,7 @@
 
 #include "tests.h" /* after message.h: see there */
 
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -171,6 +172,8 @@ START_TEST(every_bad_field)
     REFUSE(c.layer_rank_v = ranks, "layer_rank_v[31]:");
     REFUSE(c.solver = (pkv_solver)7, "solver:");
     REFUSE(c.dtype = (pkv_dtype)3, "dtype:");
+    REFUSE(c.threads = 1025, "threads:");
+    REFUSE(c.threads = UINT_MAX, "threads:");
     REFUSE(c.softmax_scale = -1, "softmax_scale:");
     REFUSE(c.softmax_scale = NAN, "softmax_scale:");
     REFUSE(c.softmax_scale = INFINITY, "softmax_scale:");
@@ -438,6 +441,35 @@ START_TEST(structs_of_another_version)
 }
 END_TEST
 
+START_TEST(null_handles)
+{
+    pkv_page_info info = {.struct_size = sizeof info};
+    pkv_stats stats = {.struct_size = sizeof stats};
+    pkv_step_io io = {.struct_size = sizeof io};
+    pkv_step_item item = {NULL, 1};
+    pkv_step *step;
+    pkv_seq *seq;
+    uint64_t digest;
+
+    ck_assert_int_eq(pkv_cache_open(NULL, NULL, NULL), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_seq_open(NULL, &seq), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_seq_fork(NULL, &seq), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_seq_truncate(NULL, 0), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_step_begin(NULL, &item, 1, &step), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_step_layer(NULL, 0, &io), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_step_end(NULL), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_seq_page(NULL, 0, &info), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_seq_read_page(NULL, 0, 0, 0, NULL, NULL), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_cache_stats(NULL, &stats), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_seq_stats(NULL, &stats), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_seq_digest(NULL, &digest), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_cache_digest(NULL, &digest), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(pkv_seq_close(NULL), PKV_OK);
+    pkv_step_abort(NULL);
+    pkv_cache_close(NULL);
+}
+END_TEST
+
 /* ---- Real appends ---- */
 
 static float *random_rows(size_t elements)
@@ -541,6 +573,7 @@ int main(void)
     tcase_add_test(test, geometry_as_configured);
     tcase_add_loop_test(test, open_without_memory, 0, 2);
     tcase_add_test(test, structs_of_another_version);
+    tcase_add_test(test, null_handles);
     tcase_add_test(test, footprint_is_what_is_stored);
     tcase_add_test(test, transient_bytes_of_a_prompt);
     suite_add_tcase(suite, test);

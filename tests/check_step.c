@@ -530,7 +530,7 @@ START_TEST(bad_operands)
     struct {
         pkv_step_io io;
         const char *message;
-    } cases[21];
+    } cases[26];
     size_t n = 0;
 
 #define CASE(assignment, text)                                                                     \
@@ -549,6 +549,11 @@ START_TEST(bad_operands)
     CASE(io.v.dtype = (pkv_dtype)-1, "v.dtype:");
     CASE(io.q.dtype = (pkv_dtype)3, "q.dtype:");
     CASE(io.out.dtype = (pkv_dtype)3, "out.dtype:");
+    CASE(io.k.data = (const char *)io.k.data + 1, "k.data:");
+    CASE(io.v.data = (const char *)io.v.data + 2, "v.data:");
+    CASE((io.q.dtype = PKV_F16, io.q.data = (const char *)io.q.data + 1), "q.data:");
+    CASE(io.out.data = (char *)io.out.data + 3, "out.data:");
+    CASE(io.lse = (float *)(void *)((char *)io.lse + 2), "lse:");
     CASE(io.k.head_stride = DIM - 1, "k: strides");
     CASE(io.v.token_stride = DIM - 1, "v: strides");
     CASE(io.q.head_stride = 1, "q: strides");
