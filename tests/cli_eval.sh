@@ -33,7 +33,6 @@ refuse 2 '--output FILE: is missing' logits model.gguf --tokens ids --prefill 1 
 refuse 2 '--kv: given 2 times' logits model.gguf --tokens ids --prefill 1 --kv raw --kv raw -o out
 refuse 2 '--file FILE: is missing' ppl model.gguf --tokens 9 --prefill 1 --kv raw
 refuse 2 '--tokens N: is missing' ppl model.gguf -f text --prefill 1 --kv raw
-refuse 2 '--kv SPEC: is missing' ppl model.gguf -f text --tokens 9 --prefill 1
 refuse 2 'is not below --tokens 9' ppl model.gguf -f text --tokens 9 --prefill 9 --kv raw
 refuse 2 'is not a whole number' ppl model.gguf -f text --tokens 1 --prefill 1 --kv raw
 refuse 2 'is not a whole number' ppl model.gguf -f text --tokens 9 --prefill 0 --kv raw

@@ -183,6 +183,10 @@ same 'f32 bytes' "$(value f32 kv_bytes)" $((10 * 30 * 3 * 2 * 64 * 4))
 answer room --raw-prompt -p 'The capital of France is' -n 6 --ctx 7
 same 'tokens with --ctx 7' "$(value room generated_tokens)" 3
 same 'finish_reason with --ctx 7' "$(value room finish_reason)" length
+puzzlekv-run "$model" --raw-prompt -p 'The capital of France is' -n 6 --ctx 7 > "$work/text" \
+    2> "$work/err" || fail "--ctx 7: status $?"
+same 'message with --ctx 7' "$(cat "$work/err")" \
+    'puzzlekv-run: the answer ends early: the context of 7 tokens is full'
 
 refuse 1 'are more than --ctx 4' "$model" --raw-prompt -p 'The capital of France is' --ctx 4
 refuse 1 "the model's context is 8192" "$model" -p x --ctx 8193

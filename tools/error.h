@@ -6,8 +6,8 @@
 #include <stdbool.h>
 
 /* One line without a newline: "WHAT: WHY", e.g. "model.gguf: general.alignment: 0 is not a power
- * of two". Control characters that came out of a file are replaced by '?'. The longest path that the
- * system takes leaves room for the reason behind it. */
+ * of two". Control characters that came out of a file are replaced by '?'. The longest path that
+ * the system takes leaves room for the reason behind it. */
 struct error {
     char text[4096 + 512];
 };

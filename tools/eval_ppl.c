@@ -98,12 +98,13 @@ static bool predict(const struct eval_arguments *arguments, const struct model *
         size_t step = fed == 0 ? arguments->prefill : 1;
         int32_t next = ids[fed + step];
 
-        progress_show("token %zu of %zu", fed + step, arguments->tokens - 1);
         for (size_t i = 0; i < run_count; i++) {
             struct policy_run *run = &runs[i];
             double *into = i == 0 ? reference : logs;
             size_t choice;
 
+            progress_show("%zu of %zu tokens, %s", fed, arguments->tokens,
+                          run->text != NULL ? run->text : "raw");
             if (!transformer_step(transformer, run->cache.cache, run->cache.seq, ids + fed, step,
                                   logits, error) ||
                 !log_softmax(logits, vocabulary, into, &choice, error))

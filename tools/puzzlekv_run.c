@@ -312,9 +312,13 @@ static bool extend_answer(struct answer *answer, const char *piece, size_t lengt
 
 /* ---- A run ----------------------------------------------------------------------------------- */
 
-enum finish { FINISH_NOT, FINISH_STOP, FINISH_LENGTH, FINISH_INTERRUPTED };
+enum finish { FINISH_NOT, FINISH_STOP, FINISH_LENGTH, FINISH_FULL, FINISH_INTERRUPTED };
 
-static const char *const finish_names[] = {"", "stop", "length", "interrupted"};
+/* For the JSON document, and in words. */
+static const char *const finish_names[] = {"", "stop", "length", "length", "interrupted"};
+static const char *const finish_words[] = {"", "the model or a stop text ended the answer",
+                                           "as many tokens as asked for",
+                                           "no more room in the context", "interrupted"};
 
 struct run {
     const struct arguments *arguments;
@@ -519,6 +523,8 @@ static bool generate(struct run *run, struct error *error)
             !token_list_append(&run->tokens, token, error))
             return false;
         run->last = machine_seconds();
+        if (a->json)
+            progress_show("answer: %zu tokens", generated(run));
         if (run->first == 0)
             run->first = run->last;
 
@@ -531,10 +537,13 @@ static bool generate(struct run *run, struct error *error)
             return false;
         if (stopped)
             run->finish = FINISH_STOP;
-        else if (generated(run) == a->predict || pkv_seq_tokens(run->seq) == run->context)
+        else if (generated(run) == a->predict)
             run->finish = FINISH_LENGTH;
+        else if (pkv_seq_tokens(run->seq) == run->context)
+            run->finish = FINISH_FULL;
     }
 
+    progress_clear();
     piece = detokenizer_flush(&run->detokenizer, &length);
     if (!extend_answer(&run->answer, piece, length, a, &stopped, error))
         return false;
@@ -588,6 +597,7 @@ static void print_stats(const struct run *run, const struct results *r)
     fprintf(stderr, "  %-20s %s\n", "KV cache", canonical);
     fprintf(stderr, "  %-20s %zu\n", "prompt tokens", run->prompt_tokens);
     fprintf(stderr, "  %-20s %zu\n", "generated tokens", generated(run));
+    fprintf(stderr, "  %-20s %s\n", "end", finish_words[run->finish]);
     print_measure("TTFT", r->ttft, 3, " s");
     print_measure("TPOT", 1000 * r->tpot, 2, " ms");
     print_measure("prefill", r->prefill_rate, 1, " tokens/s");
@@ -653,6 +663,7 @@ int main(int argc, char **argv)
     struct error error;
     int code = EXIT_FAILED;
 
+    machine_calm_threads(argv);
     machine_start_blas(program);
     if (!read_arguments(argc, argv, &arguments, &error)) {
         error_print(program, &error);
@@ -684,7 +695,12 @@ int main(int argc, char **argv)
         goto out;
     }
     code = run.finish == FINISH_INTERRUPTED ? EXIT_INTERRUPTED : EXIT_DONE;
-    if (arguments.stats || (code == EXIT_INTERRUPTED && !arguments.json))
+    if (run.finish == FINISH_FULL && !arguments.json)
+        fprintf(stderr, "%s: the answer ends early: the context of %zu tokens is full\n", program,
+                run.context);
+    if (code == EXIT_INTERRUPTED && run.prefilled == 0)
+        fprintf(stderr, "%s: interrupted while reading the prompt\n", program);
+    else if (arguments.stats || (code == EXIT_INTERRUPTED && !arguments.json))
         print_stats(&run, &results);
     if (arguments.json && !json_print(results_document(&run, &results), &error)) {
         error_print(program, &error);

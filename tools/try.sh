@@ -6,18 +6,29 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+case ${1-} in
+-*)
+    echo "usage: tools/try.sh [PROMPT]" >&2
+    exit 2
+    ;;
+esac
+
 # A prompt of several pages: recent ones are kept dense.
 prompt=${1:-"$(cat COPYING)
 
 In one sentence: what does this licence let me do?"}
 
+echo "== Packages" >&2
 tools/install-deps.sh
+echo "== Build, in build/" >&2
 tools/build.sh build >&2
+echo "== Model" >&2
 model=$(tools/fetch-model.sh smollm2)
 
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 for kv in raw puzzle; do
+    echo "== Answer with --kv $kv" >&2
     build/puzzlekv-run "$model" -p "$prompt" -n 96 --kv "$kv" --json > "$results/$kv.json"
 done
 
