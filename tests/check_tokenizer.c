@@ -1,20 +1,34 @@
 /* SPDX-License-Identifier: MIT */
 /* The tokenizer and what comes before it, on small vocabularies, against Hugging Face tokenizers.
  */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "gguf_writer.h"
+#include "runner/detokenizer.h"
 #include "runner/pretokenizer.h"
 #include "runner/tokenizer.h"
 #include "tests.h"
 
-static const char *const kinds[] = {"smollm", "llama3", "qwen2"};
-static const char *const gguf_names[] = {"smollm", "llama-bpe", "qwen2"};
+/* The small vocabularies; those in SentencePiece's spelling come last. */
+static const char *const kinds[] = {"smollm", "llama3", "qwen2",  "gpt2",
+                                    "tekken", "llama2", "mistral"};
+static const char *const gguf_names[] = {"smollm", "llama-bpe", "qwen2", "gpt-2", "tekken"};
 
-enum { N_KINDS = sizeof kinds / sizeof kinds[0] };
+enum { LLAMA3 = 1, LLAMA2 = 5, MISTRAL, N_KINDS };
+
+/* The pre-tokenizers of splits.json. */
+static const struct {
+    const char *kind, *gguf_name;
+} split_kinds[] = {
+    {"smollm", "smollm"}, {"llama3", "llama-bpe"}, {"qwen2", "qwen2"},
+    {"gpt2", "gpt-2"},    {"tekken", "tekken"},    {"default", "default"},
+};
+
+enum { N_SPLITS = sizeof split_kinds / sizeof split_kinds[0] };
 
 /* ---- Files ---- */
 
@@ -227,13 +241,14 @@ static bool check_piece(void *context, const char *piece, size_t length, struct 
 START_TEST(splits)
 {
     json_t *root = tests_json(tests_path("tokenizer/splits.json")), *text;
-    const json_t *all = json_object_get(json_object_get(root, "splits"), kinds[_i]);
+    const json_t *all = json_object_get(json_object_get(root, "splits"), split_kinds[_i].kind);
     struct pretokenizer *pretokenizer;
     enum pretokenizer_kind kind;
     struct error error;
     size_t i;
 
-    ck_assert(pretokenizer_by_name(gguf_names[_i], strlen(gguf_names[_i]), &kind));
+    ck_assert(
+        pretokenizer_by_name(split_kinds[_i].gguf_name, strlen(split_kinds[_i].gguf_name), &kind));
     ck_assert_msg(pretokenizer_open(kind, &pretokenizer, &error), "%s", error.text);
     json_array_foreach(json_object_get(root, "texts"), i, text)
     {
@@ -287,7 +302,8 @@ static bool count_piece(void *context, const char *piece, size_t length, struct 
 /* Two million bytes that give the expressions the most to backtrack over. */
 START_TEST(split_of_long_runs)
 {
-    static const char *const runs[] = {"a", " ", "\n ", "\t", "1", "'", ".", "\xcc\x81"};
+    static const char *const runs[] = {"a", "A", " ",        "\n ", "\t",          "1",
+                                       "'", ".", "\xcc\x81", "aA",  "\xe0\xa4\x95"};
     struct pretokenizer *pretokenizer;
     struct error error;
 
@@ -312,6 +328,11 @@ START_TEST(split_of_long_runs)
 END_TEST
 
 /* ---- Encoding and decoding ---- */
+
+static int32_t find(const struct tokenizer *tokenizer, const char *text)
+{
+    return tokenizer_find(tokenizer, text, strlen(text));
+}
 
 /* Decodes one id at a time; every piece must be valid UTF-8, and joined they are as expected. */
 static void check_decoded(const struct tokenizer *tokenizer, const struct token_list *list,
@@ -467,6 +488,68 @@ START_TEST(any_bytes)
 }
 END_TEST
 
+/* The same for SentencePiece's spelling, which puts a space before. */
+START_TEST(any_bytes_in_pieces)
+{
+    struct tokenizer *tokenizer = open_kind("llama2");
+    struct token_list list = {0};
+    struct error error;
+    unsigned char text[4096];
+
+    tests_seed(5);
+    for (int round = 0; round < 50; round++) {
+        size_t length = 1 + (size_t)round * 80, offset = 0;
+
+        text[0] = ' ';
+        for (size_t i = 1; i < length; i++)
+            text[i] = (unsigned char)(round % 2 == 0 ? tests_random() : tests_random() | 0x80);
+        list.count = 0;
+        ck_assert(tokenizer_encode(tokenizer, (char *)text + 1, length - 1, true, &list, &error));
+        for (size_t i = 0; i < list.count; i++) {
+            size_t part;
+            const char *bytes = tokenizer_text(tokenizer, list.ids[i], &part);
+
+            ck_assert_uint_le(offset + part, length);
+            ck_assert_mem_eq(bytes, text + offset, part);
+            offset += part;
+        }
+        ck_assert_uint_eq(offset, length == 1 ? 0 : length);
+    }
+    token_list_free(&list);
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+/* Special tokens count in one part and not in the next; no token reaches over the border. */
+START_TEST(parts)
+{
+    static const struct text_part parts[] = {
+        {"<s>", 3, true}, {"the <s>", 7, false}, {"", 0, true}, {"<s> <", 5, true}, {"s>", 2, true},
+    };
+    static const char whole[] = "<s>the <s><s> <s>";
+    struct tokenizer *tokenizer = open_kind("mistral");
+    struct token_list list = {0};
+    struct error error;
+    size_t offset = 0, length;
+
+    ck_assert(tokenizer_encode_parts(tokenizer, parts, 5, &list, &error));
+    for (size_t i = 0; i < list.count; i++) {
+        const char *text = tokenizer_text(tokenizer, list.ids[i], &length);
+
+        ck_assert_uint_le(offset + length, sizeof whole - 1);
+        ck_assert_mem_eq(text, whole + offset, length);
+        ck_assert_int_eq(tokenizer_is_special(tokenizer, list.ids[i]), offset == 0 || offset == 10);
+        offset += length;
+    }
+    ck_assert_uint_eq(offset, sizeof whole - 1);
+    list.count = 0;
+    ck_assert(tokenizer_encode_parts(tokenizer, parts, 0, &list, &error));
+    ck_assert_uint_eq(list.count, 0);
+    token_list_free(&list);
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
 /* Ids come after those that are in the list. */
 START_TEST(encoding_appends)
 {
@@ -484,11 +567,6 @@ START_TEST(encoding_appends)
     tokenizer_close(tokenizer);
 }
 END_TEST
-
-static int32_t find(const struct tokenizer *tokenizer, const char *text)
-{
-    return tokenizer_find(tokenizer, text, strlen(text));
-}
 
 START_TEST(streaming)
 {
@@ -529,6 +607,43 @@ START_TEST(streaming)
 
     ck_assert(detokenizer_open(&detokenizer, tokenizer, true, &error));
     ck_assert_str_eq(detokenizer_push(&detokenizer, end, NULL), "<|eot_id|>");
+    detokenizer_close(&detokenizer);
+    tokenizer_close(tokenizer);
+}
+END_TEST
+
+START_TEST(streaming_of_pieces)
+{
+    static const char thumb[] = "\xf0\x9f\x91\x8d";
+    struct tokenizer *tokenizer = open_kind("llama2");
+    int32_t the = find(tokenizer, " the");
+    struct detokenizer detokenizer;
+    struct error error;
+
+    ck_assert_int_ne(the, TOKEN_NONE);
+    ck_assert(detokenizer_open(&detokenizer, tokenizer, false, &error));
+    for (int round = 0; round < 2; round++) {
+        /* The space before the text goes, whatever gives no text before it. */
+        ck_assert_str_eq(detokenizer_push(&detokenizer, 1, NULL), "");
+        ck_assert_str_eq(detokenizer_push(&detokenizer, the, NULL), "the");
+        ck_assert_str_eq(detokenizer_push(&detokenizer, the, NULL), " the");
+        /* A character in bytes. */
+        for (int i = 0; i < 4; i++)
+            ck_assert_str_eq(detokenizer_push(&detokenizer, 3 + (unsigned char)thumb[i], NULL),
+                             i < 3 ? "" : thumb);
+        ck_assert_str_eq(detokenizer_push(&detokenizer, 3 + '\n', NULL), "\n");
+        ck_assert_str_eq(detokenizer_push(&detokenizer, 3 + 0xf0, NULL), "");
+        ck_assert_str_eq(detokenizer_push(&detokenizer, the, NULL), "\xef\xbf\xbd the");
+        ck_assert_str_eq(detokenizer_push(&detokenizer, 3 + 0xe2, NULL), "");
+        ck_assert_str_eq(detokenizer_flush(&detokenizer, NULL), "\xef\xbf\xbd");
+    }
+    detokenizer_continue(&detokenizer);
+    ck_assert_str_eq(detokenizer_push(&detokenizer, the, NULL), " the");
+    detokenizer_close(&detokenizer);
+
+    ck_assert(detokenizer_open(&detokenizer, tokenizer, true, &error));
+    ck_assert_str_eq(detokenizer_push(&detokenizer, 1, NULL), "<s>");
+    ck_assert_str_eq(detokenizer_push(&detokenizer, the, NULL), " the");
     detokenizer_close(&detokenizer);
     tokenizer_close(tokenizer);
 }
@@ -675,6 +790,112 @@ START_TEST(unknown_bytes)
 }
 END_TEST
 
+/* A character of which a byte has no token is unknown; a run of those is one token, or one each. */
+START_TEST(unknown_characters)
+{
+    json_t *root = load_kind("llama2", "tokenizer.json");
+    json_t *model = json_object_get(root, "model");
+    struct token_list list = {0};
+    struct error error;
+
+    json_object_del(json_object_get(model, "vocab"), "<0x88>");
+    tests_make_folder(folder);
+    for (int fused = 0; fused < 2; fused++) {
+        struct tokenizer *tokenizer;
+        size_t at = 0;
+
+        json_object_set_new(model, "fuse_unk", json_boolean(fused));
+        write_json("tokenizer.json", root);
+        tokenizer = open_tokenizer(folder);
+        list.count = 0;
+        ck_assert(tokenizer_encode(tokenizer, "\xe1\x88\x80\xe1\x88\x81\xe1\x89\x80\x88", 10, true,
+                                   &list, &error));
+        ck_assert_uint_eq(list.count, fused ? 6 : 7);
+        ck_assert_int_eq(list.ids[at++], find(tokenizer, " "));
+        ck_assert_int_eq(list.ids[at++], 0);
+        if (!fused)
+            ck_assert_int_eq(list.ids[at++], 0);
+        ck_assert_int_eq(list.ids[at++], 3 + 0xe1);
+        ck_assert_int_eq(list.ids[at++], 3 + 0x89);
+        ck_assert_int_eq(list.ids[at++], 3 + 0x80);
+        ck_assert_int_eq(list.ids[at++], 0);
+        tokenizer_close(tokenizer);
+    }
+    tests_remove_folder(folder);
+    token_list_free(&list);
+    json_decref(root);
+}
+END_TEST
+
+/* Who puts a space before text, and which. */
+START_TEST(spaces)
+{
+    json_t *all = tests_json(tests_path("tokenizer/spaces.json")), *rule, *text;
+    size_t i, j;
+
+    tests_make_folder(folder);
+    json_array_foreach(json_object_get(all, "rules"), i, rule)
+    {
+        json_t *root =
+            load_kind(json_string_value(json_object_get(rule, "kind")), "tokenizer.json");
+        bool normalized = json_is_true(json_object_get(rule, "normalized"));
+        struct tokenizer *tokenizer;
+        char what[100];
+
+        json_object_set(root, "normalizer", json_object_get(rule, "normalizer"));
+        json_object_set(root, "pre_tokenizer", json_object_get(rule, "pre_tokenizer"));
+        json_array_foreach(json_object_get(root, "added_tokens"), j, text) json_object_set_new(
+            text, "normalized",
+            json_boolean(normalized &&
+                         strcmp(json_string_value(json_object_get(text, "content")), "<s>") == 0));
+        write_json("tokenizer.json", root);
+        tokenizer = open_tokenizer(folder);
+        json_array_foreach(json_object_get(all, "texts"), j, text)
+        {
+            struct token_list list = {0};
+            struct error error;
+
+            ck_assert(tokenizer_encode(tokenizer, json_string_value(text), json_string_length(text),
+                                       true, &list, &error));
+            snprintf(what, sizeof what, "rule %zu, text %zu", i, j);
+            tests_compare_ids(list.ids, list.count, json_array_get(json_object_get(rule, "ids"), j),
+                              what);
+            token_list_free(&list);
+        }
+        tokenizer_close(tokenizer);
+        json_decref(root);
+    }
+    ck_assert_uint_gt(i, 5);
+    tests_remove_folder(folder);
+    json_decref(all);
+}
+END_TEST
+
+/* Merges that seem to go in circles: each makes a longer token, so they end. */
+START_TEST(merge_loop)
+{
+    static const char model[] =
+        "{\"model\": {\"type\": \"BPE\", \"vocab\": {\"a\": 0, \"b\": 1, \"ab\": 2, \"ba\": 3,"
+        " \"aba\": 4, \"bab\": 5}, \"merges\": [\"a b\", \"b a\", \"ab a\", \"a ba\", \"b ab\","
+        " \"a b\"]}, \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}}";
+    static const int32_t expected[] = {4, 3, 3};
+    struct token_list list = {0};
+    struct tokenizer *tokenizer;
+    struct error error;
+
+    tests_make_folder(folder);
+    write_text("tokenizer.json", model);
+    tokenizer = open_tokenizer(folder);
+    ck_assert(tokenizer_encode(tokenizer, "abababa", 7, true, &list, &error));
+    /* Of the two merges of a and b the later counts, so that b and a come first. */
+    ck_assert_uint_eq(list.count, 3);
+    ck_assert_mem_eq(list.ids, expected, sizeof expected);
+    tokenizer_close(tokenizer);
+    token_list_free(&list);
+    tests_remove_folder(folder);
+}
+END_TEST
+
 /* One change of a good tokenizer.json each: the field, by its path, and its value (NULL: taken
  * away), and what the error has to say. */
 static const struct bad_field {
@@ -688,6 +909,7 @@ static const struct bad_field {
     {"model", "end_of_word_suffix", "\"</w>\"", "model.end_of_word_suffix"},
     {"model", "continuing_subword_prefix", "\"##\"", "model.continuing_subword_prefix"},
     {"model", "ignore_merges", "3", "model.ignore_merges"},
+    {"model", "fuse_unk", "\"no\"", "model.fuse_unk"},
     {"model", "unk_token", "\"<none>\"", "model.unk_token"},
     {"model", "vocab", NULL, "model.vocab"},
     {"model", "vocab", "{}", "model.vocab"},
@@ -711,7 +933,19 @@ static const struct bad_field {
     {"model", "merges", "[[\"z\", \"q\"]]", "merge 0, 'z' and 'q', makes no token"},
     {NULL, "pre_tokenizer", NULL, "pre_tokenizer"},
     {NULL, "pre_tokenizer", "{\"type\": \"Whitespace\"}", "pre_tokenizer"},
+    {NULL, "pre_tokenizer", "{\"type\": \"Metaspace\", \"replacement\": \"_\"}", "pre_tokenizer"},
+    {NULL, "pre_tokenizer",
+     "{\"type\": \"Metaspace\", \"replacement\": \"\\u2581\", \"prepend_scheme\": \"last\"}",
+     "pre_tokenizer"},
+    {NULL, "pre_tokenizer", "{\"type\": \"ByteLevel\", \"use_regex\": false}", "pre_tokenizer"},
     {NULL, "normalizer", "{\"type\": \"Lowercase\"}", "normalizer"},
+    {NULL, "normalizer", "{\"type\": \"Prepend\", \"prepend\": \"\\u2581\"}", "normalizer"},
+    {NULL, "normalizer",
+     "{\"type\": \"Replace\", \"pattern\": {\"String\": \"a\"}, \"content\": \"\\u2581\"}",
+     "normalizer"},
+    {NULL, "normalizer",
+     "{\"type\": \"Replace\", \"pattern\": {\"String\": \" \"}, \"content\": \"\\u2581\"}",
+     "pre_tokenizer"},
     {NULL, "normalizer", "{\"type\": \"Sequence\", \"normalizers\": [{\"type\": \"NFKC\"}]}",
      "normalizer"},
     {NULL, "added_tokens", "{}", "added_tokens"},
@@ -721,6 +955,10 @@ static const struct bad_field {
     {NULL, "added_tokens", "[{\"id\": 605, \"content\": \"a\"}]", "'a' has another id"},
     {NULL, "added_tokens", "[{\"id\": 10, \"content\": \"new\"}]", "'new' has another id"},
     {NULL, "added_tokens", "[{\"id\": 605, \"content\": \"new\", \"lstrip\": true}]", "lstrip"},
+    {NULL, "added_tokens", "[{\"id\": 4294967295, \"content\": \"new\"}]", "added_tokens[0].id"},
+    {NULL, "added_tokens",
+     "[{\"id\": 605, \"content\": \"new\"}, {\"id\": 606, \"content\": \"new\"}]",
+     "tokens 605 and 606 have the same text"},
 };
 
 START_TEST(bad_field)
@@ -773,6 +1011,7 @@ END_TEST
 START_TEST(bad_files)
 {
     json_t *root = load_kind("llama3", "tokenizer.json");
+    char nested[100000];
 
     tests_make_folder(folder);
     check_refused(folder, "/tokenizer.json", "");
@@ -784,6 +1023,13 @@ START_TEST(bad_files)
     check_refused(folder, "/tokenizer.json", "duplicate");
     write_text("tokenizer.json", "{\"model\": \"\xff\"}");
     check_refused(folder, "/tokenizer.json", "line 1");
+    write_text("tokenizer.json", "{\"model\": {\"vocab\": {\"a\": 0, \"a\": 1}}}");
+    check_refused(folder, "/tokenizer.json", "duplicate");
+    memset(nested, '[', sizeof nested - 1);
+    memcpy(nested, "{\"model\":", 9);
+    nested[sizeof nested - 1] = '\0';
+    write_text("tokenizer.json", nested);
+    check_refused(folder, "/tokenizer.json", "depth");
     write_json("tokenizer.json", root);
     write_text("tokenizer_config.json", "{");
     check_refused(folder, "/tokenizer_config.json", "line 1");
@@ -804,12 +1050,15 @@ END_TEST
 
 /* What a vocabulary-only GGUF is made of; a test changes a field before it writes the file. */
 struct vocabulary {
-    const char *texts[700], *merges[700];
-    int32_t types[700];
-    size_t token_count, type_count, merge_count;
+    const char *texts[1000], *merges[1000];
+    int32_t types[1000];
+    float scores[1000];
+    size_t token_count, type_count, merge_count, score_count;
     const char *model, *pre;
-    int32_t bos, eos, eot; /* -1: not written */
-    int add_bos;           /* -1: not written */
+    int32_t bos, eos, eot, unknown;                         /* -1: not written */
+    int add_bos, add_space, remove_spaces, vocabulary_size; /* -1: not written */
+    uint32_t score_type;
+    bool nested_tokens;
     json_t *root;
 };
 
@@ -826,7 +1075,8 @@ static void load_vocabulary(struct vocabulary *vocabulary, int kind)
     json_object_foreach(json_object_get(model, "vocab"), text, value)
     {
         vocabulary->texts[json_integer_value(value)] = text;
-        vocabulary->types[json_integer_value(value)] = 1;
+        vocabulary->types[json_integer_value(value)] = strncmp(text, "<0x", 3) == 0 ? 6 : 1;
+        vocabulary->scores[json_integer_value(value)] = -(float)json_integer_value(value);
         vocabulary->token_count++;
     }
     json_array_foreach(json_object_get(vocabulary->root, "added_tokens"), i, value)
@@ -848,8 +1098,17 @@ static void load_vocabulary(struct vocabulary *vocabulary, int kind)
         vocabulary->merges[vocabulary->merge_count++] = json_string_value(value);
     }
     vocabulary->model = "gpt2";
-    vocabulary->pre = gguf_names[kind];
-    vocabulary->bos = vocabulary->eos = vocabulary->eot = vocabulary->add_bos = -1;
+    vocabulary->bos = vocabulary->eos = vocabulary->eot = vocabulary->unknown = -1;
+    vocabulary->add_bos = vocabulary->add_space = -1;
+    vocabulary->remove_spaces = vocabulary->vocabulary_size = -1;
+    vocabulary->score_type = GGUF_FLOAT32;
+    if (kind < LLAMA2) {
+        vocabulary->pre = gguf_names[kind];
+    } else {
+        vocabulary->model = "llama";
+        vocabulary->merge_count = 0;
+        vocabulary->score_count = vocabulary->token_count;
+    }
 }
 
 /* Writes model.gguf into the folder and returns its path. */
@@ -863,14 +1122,36 @@ static const char *write_vocabulary(const struct vocabulary *vocabulary)
         gguf_writer_string(&writer, "tokenizer.ggml.model", vocabulary->model);
     if (vocabulary->pre != NULL)
         gguf_writer_string(&writer, "tokenizer.ggml.pre", vocabulary->pre);
-    gguf_writer_strings(&writer, "tokenizer.ggml.tokens", vocabulary->texts,
-                        vocabulary->token_count);
+    if (vocabulary->vocabulary_size >= 0)
+        gguf_writer_uint(&writer, "llama.vocab_size", (uint32_t)vocabulary->vocabulary_size);
+    if (!vocabulary->nested_tokens) {
+        gguf_writer_strings(&writer, "tokenizer.ggml.tokens", vocabulary->texts,
+                            vocabulary->token_count);
+    } else { /* an array of one empty array of texts */
+        gguf_writer_key(&writer, "tokenizer.ggml.tokens", GGUF_ARRAY);
+        bytes_u32(&writer.metadata, GGUF_ARRAY);
+        bytes_u64(&writer.metadata, 1);
+        bytes_u32(&writer.metadata, GGUF_STRING);
+        bytes_u64(&writer.metadata, 0);
+    }
     if (vocabulary->type_count > 0)
         gguf_writer_array(&writer, "tokenizer.ggml.token_type", GGUF_INT32, vocabulary->types,
                           vocabulary->type_count, vocabulary->type_count * sizeof(int32_t));
     if (vocabulary->merge_count > 0)
         gguf_writer_strings(&writer, "tokenizer.ggml.merges", vocabulary->merges,
                             vocabulary->merge_count);
+    if (vocabulary->score_count > 0)
+        gguf_writer_array(&writer, "tokenizer.ggml.scores", vocabulary->score_type,
+                          vocabulary->scores, vocabulary->score_count,
+                          vocabulary->score_count *
+                              (vocabulary->score_type == GGUF_FLOAT32 ? sizeof(float) : 1));
+    if (vocabulary->remove_spaces >= 0)
+        gguf_writer_bool(&writer, "tokenizer.ggml.remove_extra_whitespaces",
+                         vocabulary->remove_spaces);
+    if (vocabulary->unknown >= 0)
+        gguf_writer_uint(&writer, "tokenizer.ggml.unknown_token_id", (uint32_t)vocabulary->unknown);
+    if (vocabulary->add_space >= 0)
+        gguf_writer_bool(&writer, "tokenizer.ggml.add_space_prefix", vocabulary->add_space);
     if (vocabulary->bos >= 0)
         gguf_writer_uint(&writer, "tokenizer.ggml.bos_token_id", (uint32_t)vocabulary->bos);
     if (vocabulary->eos >= 0)
@@ -902,9 +1183,15 @@ START_TEST(gguf_ids)
         json_object_set_new(entry, "normalized", json_false());
     write_json("tokenizer.json", vocabulary.root);
     other = open_tokenizer(folder);
-    vocabulary.bos = find(other, "<|begin_of_text|>");
-    vocabulary.eos = find(other, "<|start_header_id|>");
-    vocabulary.eot = find(other, "<|end_header_id|>");
+    if (_i < LLAMA2) {
+        vocabulary.bos = find(other, "<|begin_of_text|>");
+        vocabulary.eos = find(other, "<|start_header_id|>");
+        vocabulary.eot = find(other, "<|end_header_id|>");
+    } else {
+        vocabulary.bos = find(other, "<s>");
+        vocabulary.eos = find(other, "</s>");
+        vocabulary.eot = find(other, "<unk>");
+    }
     tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
 
     json_array_foreach(cases, i, entry)
@@ -924,10 +1211,14 @@ START_TEST(gguf_ids)
     }
     ck_assert_uint_eq(tokenizer_count(tokenizer), tokenizer_count(other));
     ck_assert_int_eq(tokenizer_bos(tokenizer), vocabulary.bos);
-    ck_assert_int_eq(tokenizer_wants_bos(tokenizer), strcmp(kinds[_i], "llama3") == 0);
+    ck_assert_int_eq(tokenizer_eos(tokenizer), vocabulary.eos);
+    ck_assert_int_eq(tokenizer_adds_space(tokenizer), _i >= LLAMA2);
+    ck_assert_int_eq(tokenizer_wants_bos(tokenizer), strcmp(kinds[_i], "smollm") != 0 &&
+                                                         strcmp(kinds[_i], "qwen2") != 0 &&
+                                                         strcmp(kinds[_i], "gpt2") != 0);
     ck_assert(tokenizer_is_end(tokenizer, vocabulary.eos));
     ck_assert(tokenizer_is_end(tokenizer, vocabulary.eot));
-    ck_assert(!tokenizer_is_end(other, vocabulary.eos));
+    ck_assert(!tokenizer_is_end(other, vocabulary.eot));
     ck_assert(!tokenizer_is_end(tokenizer, vocabulary.bos));
     ck_assert_str_eq(tokenizer_chat_template(tokenizer), "{{ template }}");
     tokenizer_close(tokenizer);
@@ -1000,6 +1291,9 @@ START_TEST(gguf_pretokenizer_names)
         {"smollm", PRETOKENIZER_SMOLLM},    {"smollm2", PRETOKENIZER_SMOLLM},
         {"llama-bpe", PRETOKENIZER_LLAMA3}, {"llama3", PRETOKENIZER_LLAMA3},
         {"llama-v3", PRETOKENIZER_LLAMA3},  {"qwen2", PRETOKENIZER_QWEN2},
+        {"gpt-2", PRETOKENIZER_GPT2},       {"default", PRETOKENIZER_DEFAULT},
+        {"tekken", PRETOKENIZER_TEKKEN},    {"deepseek-r1-qwen", PRETOKENIZER_QWEN2},
+        {"starcoder", PRETOKENIZER_SMOLLM},
     };
     enum pretokenizer_kind kind;
 
@@ -1013,21 +1307,132 @@ START_TEST(gguf_pretokenizer_names)
 }
 END_TEST
 
+/* The vocabularies of SentencePiece in GGUF. */
+START_TEST(gguf_pieces)
+{
+    struct vocabulary vocabulary;
+    struct tokenizer *tokenizer, *other;
+    struct token_list list = {0}, expected = {0};
+    struct error error;
+
+    load_vocabulary(&vocabulary, LLAMA2);
+    tests_make_folder(folder);
+    /* What the file does not say is as in Llama-2. */
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    ck_assert_int_eq(tokenizer_bos(tokenizer), 1);
+    ck_assert_int_eq(tokenizer_eos(tokenizer), 2);
+    ck_assert(tokenizer_wants_bos(tokenizer));
+    ck_assert(tokenizer_adds_space(tokenizer));
+    tokenizer_close(tokenizer);
+
+    vocabulary.add_space = vocabulary.add_bos = vocabulary.remove_spaces = 0;
+    vocabulary.vocabulary_size = 1000;
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    ck_assert(!tokenizer_wants_bos(tokenizer));
+    ck_assert(!tokenizer_adds_space(tokenizer));
+    ck_assert(tokenizer_encode(tokenizer, "the<s>the", 9, true, &list, &error));
+    ck_assert_uint_eq(list.count, 3);
+    ck_assert_int_eq(list.ids[0], find(tokenizer, "the"));
+    ck_assert_int_eq(list.ids[1], 1);
+    ck_assert_int_eq(list.ids[2], list.ids[0]);
+    tokenizer_close(tokenizer);
+
+    /* Without types, bytes are known by their names. */
+    vocabulary.type_count = 0;
+    other = open_tokenizer(write_vocabulary(&vocabulary));
+    ck_assert(tokenizer_is_special(other, 0));
+    ck_assert(tokenizer_is_special(other, 2));
+    ck_assert(!tokenizer_is_special(other, 3));
+    list.count = 0;
+    ck_assert(tokenizer_encode(other, "\xe1\x88\x80", 3, true, &list, &error));
+    ck_assert_uint_eq(list.count, 3);
+    ck_assert_int_eq(list.ids[0], 3 + 0xe1);
+    ck_assert_int_eq(list.ids[1], 3 + 0x88);
+    ck_assert_int_eq(list.ids[2], 3 + 0x80);
+    tokenizer_close(other);
+
+    /* Text that is not UTF-8 makes a token that is shown and never made; so does a space. */
+    vocabulary.type_count = vocabulary.token_count;
+    vocabulary.texts[300] = "\xff\xfe";
+    vocabulary.texts[301] = "a b";
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    check_text(tokenizer, 300, "\xff\xfe");
+    check_text(tokenizer, 301, "a b");
+    list.count = 0;
+    ck_assert(tokenizer_encode(tokenizer,
+                               "\xff\xfe"
+                               "a b",
+                               5, true, &list, &error));
+    ck_assert_int_eq(list.ids[0], 3 + 0xff);
+    ck_assert_int_eq(list.ids[1], 3 + 0xfe);
+    for (size_t i = 0; i < list.count; i++)
+        ck_assert(list.ids[i] != 300 && list.ids[i] != 301);
+    tokenizer_close(tokenizer);
+    json_decref(vocabulary.root);
+
+    /* Where all scores are equal, ids say which token is made first. */
+    load_vocabulary(&vocabulary, LLAMA2);
+    tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+    for (size_t i = 0; i < vocabulary.score_count; i++)
+        vocabulary.scores[i] = -1000;
+    other = open_tokenizer(write_vocabulary(&vocabulary));
+    list.count = 0;
+    ck_assert(tokenizer_encode(tokenizer, "redistribute the program", 24, true, &list, &error));
+    ck_assert(tokenizer_encode(other, "redistribute the program", 24, true, &expected, &error));
+    ck_assert_uint_eq(list.count, expected.count);
+    ck_assert_mem_eq(list.ids, expected.ids, list.count * sizeof *list.ids);
+    tokenizer_close(tokenizer);
+    tokenizer_close(other);
+    token_list_free(&list);
+    token_list_free(&expected);
+    tests_remove_folder(folder);
+    json_decref(vocabulary.root);
+}
+END_TEST
+
+/* A file that does not name its pre-tokenizer is read as "default". */
+START_TEST(gguf_without_pretokenizer)
+{
+    struct vocabulary vocabulary;
+    struct token_list list[2] = {{0}};
+    struct error error;
+
+    load_vocabulary(&vocabulary, LLAMA3);
+    tests_make_folder(folder);
+    for (int i = 0; i < 2; i++) {
+        struct tokenizer *tokenizer;
+
+        vocabulary.pre = i == 0 ? NULL : "default";
+        tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+        ck_assert(tokenizer_encode(tokenizer, "don't (1234567)", 15, true, &list[i], &error));
+        tokenizer_close(tokenizer);
+    }
+    ck_assert_uint_eq(list[0].count, list[1].count);
+    ck_assert_mem_eq(list[0].ids, list[1].ids, list[0].count * sizeof(int32_t));
+    token_list_free(&list[0]);
+    token_list_free(&list[1]);
+    tests_remove_folder(folder);
+    json_decref(vocabulary.root);
+}
+END_TEST
+
 START_TEST(bad_gguf)
 {
     struct vocabulary vocabulary;
+    char long_text[1100];
+    int kind = LLAMA3;
 
     tests_make_folder(folder);
 #define REFUSED(change, what)                                                                      \
     do {                                                                                           \
-        load_vocabulary(&vocabulary, 1);                                                           \
+        load_vocabulary(&vocabulary, kind);                                                        \
         vocabulary.change;                                                                         \
         check_refused(write_vocabulary(&vocabulary), "model.gguf", what);                          \
         json_decref(vocabulary.root);                                                              \
     } while (0)
     REFUSED(model = NULL, "tokenizer.ggml.model");
-    REFUSED(model = "llama", "tokenizer.ggml.model: 'llama'");
-    REFUSED(pre = NULL, "tokenizer.ggml.pre");
+    REFUSED(model = "bert", "tokenizer.ggml.model: 'bert'");
+    REFUSED(model = "llama", "tokenizer.ggml.scores");
     REFUSED(pre = "gpt-4o", "tokenizer.ggml.pre: 'gpt-4o'");
     REFUSED(token_count = 0, "tokenizer.ggml.tokens");
     REFUSED(token_count -= 1, "tokenizer.ggml.token_type");
@@ -1045,6 +1450,28 @@ START_TEST(bad_gguf)
     REFUSED(eos = INT32_MAX, "tokenizer.ggml.eos_token_id");
     REFUSED(eot = 608, "tokenizer.ggml.eot_token_id");
     REFUSED(add_bos = 1, "tokenizer.ggml.add_bos_token");
+    REFUSED(texts[606] = "<|eot_id|>", "have the same text");
+    REFUSED(vocabulary_size = 600, "llama.vocab_size: 600, but there are 608 tokens");
+    REFUSED(nested_tokens = true, "tokenizer.ggml.tokens");
+
+    kind = LLAMA2;
+    memset(long_text, 'a', sizeof long_text - 1);
+    long_text[sizeof long_text - 1] = '\0';
+    REFUSED(score_count = 0, "tokenizer.ggml.scores");
+    REFUSED(score_count -= 1, "tokenizer.ggml.scores");
+    REFUSED(score_type = GGUF_INT8, "tokenizer.ggml.scores");
+    REFUSED(score_type = GGUF_UINT8, "tokenizer.ggml.scores");
+    REFUSED(scores[300] = NAN, "tokenizer.ggml.scores: that of token 300");
+    REFUSED(scores[300] = -INFINITY, "tokenizer.ggml.scores: that of token 300");
+    REFUSED(type_count += 1, "tokenizer.ggml.token_type");
+    REFUSED(types[300] = 6, "token 300 is a byte; expected '<0x00>' to '<0xFF>'");
+    REFUSED(texts[13] = "<0x0a>", "token 13 is a byte");
+    REFUSED(texts[13] = "<0x0B>", "tokens 13 and 14 have the same text");
+    REFUSED(texts[300] = vocabulary.texts[301], "tokens 300 and 301 have the same text");
+    REFUSED(texts[300] = long_text, "token 300 has 1099 bytes");
+    REFUSED(unknown = 5000, "tokenizer.ggml.unknown_token_id: 5000");
+    REFUSED(bos = 5000, "tokenizer.ggml.bos_token_id: 5000");
+    REFUSED(remove_spaces = 1, "tokenizer.ggml.remove_extra_whitespaces");
 #undef REFUSED
     tests_remove_folder(folder);
 }
@@ -1061,30 +1488,38 @@ static Suite *tokenizer_suite(void)
     tcase_add_test(before, nfc);
     tcase_add_test(before, nfc_of_invalid);
     tcase_add_test(before, nfc_of_long_run);
-    tcase_add_loop_test(before, splits, 0, N_KINDS);
+    tcase_add_loop_test(before, splits, 0, N_SPLITS);
     tcase_add_test(before, split_of_invalid);
-    tcase_add_loop_test(before, split_of_long_runs, 0, N_KINDS);
+    tcase_add_loop_test(before, split_of_long_runs, PRETOKENIZER_NONE, PRETOKENIZER_TEKKEN + 1);
     suite_add_tcase(suite, before);
 
     tcase_add_loop_test(ids, expected_ids, 0, N_KINDS);
     tcase_add_loop_test(ids, other_spelling_of_merges, 0, N_KINDS);
     tcase_add_loop_test(ids, long_run, 0, N_KINDS);
     tcase_add_test(ids, any_bytes);
+    tcase_add_test(ids, any_bytes_in_pieces);
+    tcase_add_test(ids, parts);
     tcase_add_test(ids, encoding_appends);
     tcase_add_test(ids, streaming);
+    tcase_add_test(ids, streaming_of_pieces);
     tcase_add_test(ids, questions);
     suite_add_tcase(suite, ids);
 
     tcase_add_test(folders, template_says_bos);
     tcase_add_test(folders, configuration);
     tcase_add_test(folders, unknown_bytes);
+    tcase_add_test(folders, unknown_characters);
+    tcase_add_test(folders, spaces);
+    tcase_add_test(folders, merge_loop);
     tcase_add_loop_test(folders, bad_field, 0, sizeof bad_fields / sizeof bad_fields[0]);
     tcase_add_test(folders, good_normalizers);
     tcase_add_test(folders, bad_files);
     suite_add_tcase(suite, folders);
 
-    tcase_add_loop_test(gguf, gguf_ids, 0, N_KINDS);
+    tcase_add_loop_test(gguf, gguf_ids, 0, MISTRAL);
     tcase_add_test(gguf, gguf_options);
+    tcase_add_test(gguf, gguf_pieces);
+    tcase_add_test(gguf, gguf_without_pretokenizer);
     tcase_add_test(gguf, gguf_pretokenizer_names);
     tcase_add_test(gguf, bad_gguf);
     suite_add_tcase(suite, gguf);

@@ -135,7 +135,10 @@ START_TEST(conversations)
                                               json_string_value(text), json_string_length(text)};
         }
         ck_assert_msg(chat_format(chat, system, turns, count,
-                                  json_is_true(json_object_get(entry, "answer")), &list, &error),
+                                  json_is_true(json_object_get(entry, "answer"))
+                                      ? CHAT_ANSWER_BEGINS
+                                      : CHAT_ANSWER_NONE,
+                                  &list, &error),
                       "%s", error.text);
         tests_compare_ids(list.ids, list.count, json_object_get(entry, "ids"), turns[0].text);
         token_list_free(&list);

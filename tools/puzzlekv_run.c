@@ -12,6 +12,7 @@
 #include "kv_spec.h"
 #include "options.h"
 #include "runner/chat.h"
+#include "runner/detokenizer.h"
 #include "runner/model.h"
 #include "runner/sampler.h"
 #include "runner/tokenizer.h"
@@ -371,7 +372,7 @@ static bool encode_prompt(struct run *run, struct error *error)
         return false;
     kind = chat_kind(chat);
     if (a->format != FORMAT_RAW && kind != CHAT_NONE && kind != CHAT_UNKNOWN) {
-        done = chat_format(chat, a->system, &turn, 1, true, tokens, error);
+        done = chat_format(chat, a->system, &turn, 1, CHAT_ANSWER_BEGINS, tokens, error);
     } else if (a->format == FORMAT_CHAT || a->system != NULL) {
         done = error_set(error, "%s: %s, which %s needs", a->model,
                          kind == CHAT_NONE ? "has no chat template"
@@ -387,6 +388,8 @@ static bool encode_prompt(struct run *run, struct error *error)
                 token_list_append(tokens, tokenizer_bos(run->tokenizer), error)) &&
                tokenizer_encode(run->tokenizer, run->prompt.data, run->prompt.size, true, tokens,
                                 error);
+        /* What is generated goes on from the prompt. */
+        detokenizer_continue(&run->detokenizer);
     }
     chat_close(chat);
     run->prompt_tokens = tokens->count;

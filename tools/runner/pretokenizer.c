@@ -16,8 +16,8 @@
     "\\t-\\r\\x{20}\\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}\\x{202f}\\x{205f}" \
     "\\x{3000}"
 
-/* The reference knows Unicode 16; PCRE2 10.42 knows Unicode 14. These are the letters and numbers
- * that came between, so that ids do not depend on the PCRE2 that is installed. */
+/* The reference knows Unicode 16; PCRE2 10.42 knows Unicode 14. These are the characters that came
+ * between, so that ids do not depend on the PCRE2 that is installed. */
 #define LETTER                                                                                     \
     "\\p{L}\\x{1c89}\\x{1c8a}\\x{a7cb}-\\x{a7cd}\\x{a7da}-\\x{a7dc}\\x{105c0}-\\x{105f3}"          \
     "\\x{10d4a}-\\x{10d65}\\x{10d6f}-\\x{10d85}\\x{10ec2}-\\x{10ec4}\\x{1123f}\\x{11240}"          \
@@ -31,6 +31,35 @@
     "\\p{N}\\x{10d40}-\\x{10d49}\\x{116d0}-\\x{116e3}\\x{11bf0}-\\x{11bf9}\\x{11f50}-\\x{11f59}"   \
     "\\x{16130}-\\x{16139}\\x{16d70}-\\x{16d79}\\x{1ccf0}-\\x{1ccf9}\\x{1d2c0}-\\x{1d2d3}"         \
     "\\x{1e4f0}-\\x{1e4f9}\\x{1e5f1}-\\x{1e5fa}"
+
+/* Letters and marks but for small letters, and but for capital ones. */
+#define NOT_SMALL                                                                                  \
+    "\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}\\x{897}\\x{cf3}\\x{ece}\\x{1c89}\\x{a7cb}\\x{a7cc}"        \
+    "\\x{a7da}\\x{a7dc}\\x{105c0}-\\x{105f3}\\x{10d4a}-\\x{10d65}\\x{10d69}-\\x{10d6d}"            \
+    "\\x{10d6f}\\x{10ec2}-\\x{10ec4}\\x{10efc}-\\x{10eff}\\x{1123f}-\\x{11241}"                    \
+    "\\x{11380}-\\x{11389}\\x{1138b}\\x{1138e}\\x{11390}-\\x{113b5}\\x{113b7}-\\x{113c0}"          \
+    "\\x{113c2}\\x{113c5}\\x{113c7}-\\x{113ca}\\x{113cc}-\\x{113d3}\\x{113e1}\\x{113e2}"           \
+    "\\x{11bc0}-\\x{11be0}\\x{11f00}-\\x{11f10}\\x{11f12}-\\x{11f3a}\\x{11f3e}-\\x{11f42}"         \
+    "\\x{11f5a}\\x{1342f}\\x{13440}-\\x{13455}\\x{13460}-\\x{143fa}\\x{16100}-\\x{1612f}"          \
+    "\\x{16d40}-\\x{16d6c}\\x{18cff}\\x{1b132}\\x{1b155}\\x{1e030}-\\x{1e06d}\\x{1e08f}"           \
+    "\\x{1e4d0}-\\x{1e4ef}\\x{1e5d0}-\\x{1e5f0}\\x{2b739}\\x{2ebf0}-\\x{2ee5d}"                    \
+    "\\x{31350}-\\x{323af}"
+#define NOT_CAPITAL                                                                                \
+    "\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}\\x{897}\\x{cf3}\\x{ece}\\x{1c8a}\\x{a7cd}\\x{a7db}"               \
+    "\\x{105c0}-\\x{105f3}\\x{10d4a}-\\x{10d4f}\\x{10d69}-\\x{10d6d}\\x{10d6f}-\\x{10d85}"         \
+    "\\x{10ec2}-\\x{10ec4}\\x{10efc}-\\x{10eff}\\x{1123f}-\\x{11241}\\x{11380}-\\x{11389}"         \
+    "\\x{1138b}\\x{1138e}\\x{11390}-\\x{113b5}\\x{113b7}-\\x{113c0}\\x{113c2}\\x{113c5}"           \
+    "\\x{113c7}-\\x{113ca}\\x{113cc}-\\x{113d3}\\x{113e1}\\x{113e2}\\x{11bc0}-\\x{11be0}"          \
+    "\\x{11f00}-\\x{11f10}\\x{11f12}-\\x{11f3a}\\x{11f3e}-\\x{11f42}\\x{11f5a}\\x{1342f}"          \
+    "\\x{13440}-\\x{13455}\\x{13460}-\\x{143fa}\\x{16100}-\\x{1612f}\\x{16d40}-\\x{16d6c}"         \
+    "\\x{18cff}\\x{1b132}\\x{1b155}\\x{1df25}-\\x{1df2a}\\x{1e030}-\\x{1e06d}\\x{1e08f}"           \
+    "\\x{1e4d0}-\\x{1e4ef}\\x{1e5d0}-\\x{1e5f0}\\x{2b739}\\x{2ebf0}-\\x{2ee5d}"                    \
+    "\\x{31350}-\\x{323af}"
+/* Punctuation, with the symbols that GGUF's default cuts out like it. */
+#define PUNCTUATION                                                                                \
+    "\\p{P}$+<=>^~|\\x{1b4e}\\x{1b4f}\\x{1b7f}\\x{10d6e}\\x{113d4}\\x{113d5}\\x{113d7}"            \
+    "\\x{113d8}\\x{11b00}-\\x{11b09}\\x{11be1}\\x{11f43}-\\x{11f4f}\\x{16d6d}-\\x{16d6f}"          \
+    "\\x{1e5ff}"
 
 /* SmolLM's numbers are not found by a regular expression there, but by a table of Unicode 17. */
 #define SMOLLM_NUMBER NUMBER "\\x{11de0}-\\x{11de9}\\x{16ff4}-\\x{16ff6}"
@@ -46,14 +75,29 @@
 
 static const struct pretokenizer_definition {
     enum pretokenizer_kind kind;
-    const char *names[3];
+    const char *names[4];
     const char *published; /* as tokenizer.json has it; NULL where it is not one expression */
     const char *pcre2;
 } definitions[] = {
+    {PRETOKENIZER_METASPACE, {NULL}, NULL, " [^ ]*|[^ ]+"},
+    /* Four steps in one: punctuation and some symbols are cut out first; GPT-2's expression runs on
+     * what lies between, so that for the lookahead they end the text; then numbers lose the space
+     * before them, and every three ASCII digits are cut out of a number. */
+    {PRETOKENIZER_DEFAULT,
+     {"default"},
+     NULL,
+     "[" PUNCTUATION "]+| ?[" LETTER "]+|[0-9]{3}|[" NUMBER "](?:(?![0-9]{3})[" NUMBER "])*"
+     "| ?[^" SPACE LETTER NUMBER PUNCTUATION "]+|[" SPACE "]+(?![^" SPACE PUNCTUATION "])|[" SPACE
+     "]+"},
+    {PRETOKENIZER_GPT2,
+     {"gpt-2", "phi-2", "mellum"},
+     NULL,
+     "'(?:s|t|re|ve|m|ll|d)| ?[" LETTER "]+| ?[" NUMBER "]+| ?[^" SPACE LETTER NUMBER "]+|[" SPACE
+     "]+(?![^" SPACE "])|[" SPACE "]+"},
     /* SmolLM cuts at every number first and runs GPT-2's expression on what lies between, which is
      * one expression in which a number ends the text for the lookahead. */
     {PRETOKENIZER_SMOLLM,
-     {"smollm", "smollm2"},
+     {"smollm", "smollm2", "starcoder", "refact"},
      NULL,
      "[" SMOLLM_NUMBER "]|'(?:s|t|re|ve|m|ll|d)| ?[" LETTER "]+| ?[^" SPACE LETTER SMOLLM_NUMBER
      "]+|[" SPACE "]+(?![^" SPACE SMOLLM_NUMBER "])|[" SPACE "]+"},
@@ -61,13 +105,22 @@ static const struct pretokenizer_definition {
      {"llama-bpe", "llama3", "llama-v3"},
      SPLIT_PUBLISHED("{1,3}"),
      SPLIT_PCRE2("{1,3}")},
-    {PRETOKENIZER_QWEN2, {"qwen2"}, SPLIT_PUBLISHED(""), SPLIT_PCRE2("")},
+    {PRETOKENIZER_QWEN2, {"qwen2", "deepseek-r1-qwen"}, SPLIT_PUBLISHED(""), SPLIT_PCRE2("")},
+    {PRETOKENIZER_TEKKEN,
+     {"tekken"},
+     "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
+     "|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
+     "|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     "[^\\r\\n" LETTER NUMBER "]?[" NOT_SMALL "]*[" NOT_CAPITAL "]+|[^\\r\\n" LETTER NUMBER
+     "]?[" NOT_SMALL "]+[" NOT_CAPITAL "]*|[" NUMBER "]| ?[^" SPACE LETTER NUMBER "]+[\\r\\n/]*"
+     "|[" SPACE "]*[\\r\\n]+|[" SPACE "]+(?![^" SPACE "])|[" SPACE "]+"},
 };
 
 #define N_DEFINITIONS (sizeof definitions / sizeof definitions[0])
+#define N_NAMES       (sizeof definitions[0].names / sizeof definitions[0].names[0])
 
 struct pretokenizer {
-    pcre2_code *code;
+    pcre2_code *code; /* NULL: nothing is split */
     pcre2_match_context *match_context;
 };
 
@@ -245,10 +298,25 @@ out:
     return done;
 }
 
+size_t metaspaces_to_spaces(const char *text, size_t length, char *result)
+{
+    size_t written = 0;
+
+    for (size_t i = 0; i < length; i++) {
+        if (length - i >= 3 && memcmp(text + i, "\xe2\x96\x81", 3) == 0) {
+            result[written++] = ' ';
+            i += 2;
+        } else {
+            result[written++] = text[i];
+        }
+    }
+    return written;
+}
+
 bool pretokenizer_by_name(const char *name, size_t length, enum pretokenizer_kind *kind)
 {
     for (size_t i = 0; i < N_DEFINITIONS; i++) {
-        for (size_t j = 0; j < 3 && definitions[i].names[j] != NULL; j++) {
+        for (size_t j = 0; j < N_NAMES && definitions[i].names[j] != NULL; j++) {
             if (strlen(definitions[i].names[j]) == length &&
                 memcmp(definitions[i].names[j], name, length) == 0) {
                 *kind = definitions[i].kind;
@@ -282,6 +350,10 @@ bool pretokenizer_open(enum pretokenizer_kind kind, struct pretokenizer **pretok
     if (opened == NULL) {
         error_set(error, "pre-tokenizer: out of memory");
         goto failed;
+    }
+    if (kind == PRETOKENIZER_NONE) {
+        *pretokenizer = opened;
+        return true;
     }
     for (size_t i = 0; i < N_DEFINITIONS; i++) {
         if (definitions[i].kind != kind)
@@ -345,10 +417,13 @@ static bool split_valid(const struct pretokenizer *pretokenizer, pcre2_match_dat
 bool pretokenizer_split(const struct pretokenizer *pretokenizer, const char *text, size_t length,
                         pretokenizer_visit *visit, void *context, struct error *error)
 {
-    pcre2_match_data *match = pcre2_match_data_create(1, NULL);
+    pcre2_match_data *match;
     size_t offset = 0;
     bool done = false;
 
+    if (pretokenizer->code == NULL)
+        return length == 0 || visit(context, text, length, error);
+    match = pcre2_match_data_create(1, NULL);
     if (match == NULL) {
         error_set(error, "pre-tokenizer: out of memory");
         goto out;

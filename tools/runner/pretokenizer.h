@@ -22,14 +22,23 @@ size_t utf8_valid_prefix(const char *text, size_t length);
 bool text_to_nfc(const char *text, size_t length, char **result, size_t *result_length,
                  struct error *error);
 
+/* SentencePiece writes U+2581 for a space. Writes the text with spaces for it to `result`, which
+ * needs the room of the text and may be the text, and returns its length. */
+size_t metaspaces_to_spaces(const char *text, size_t length, char *result);
+
 enum pretokenizer_kind {
+    PRETOKENIZER_NONE,      /* the whole text is one pre-token, invalid bytes and all */
+    PRETOKENIZER_METASPACE, /* a space begins a pre-token */
+    PRETOKENIZER_DEFAULT,   /* GGUF's, of files that do not know their own */
+    PRETOKENIZER_GPT2,
     PRETOKENIZER_SMOLLM, /* every number alone, then GPT-2's expression */
     PRETOKENIZER_LLAMA3,
-    PRETOKENIZER_QWEN2
+    PRETOKENIZER_QWEN2,
+    PRETOKENIZER_TEKKEN
 };
 
-/* The names of the kinds, for error texts. */
-#define PRETOKENIZER_NAMES "smollm, llama-bpe, qwen2"
+/* The names of the kinds that have one, for error texts. */
+#define PRETOKENIZER_NAMES "default, gpt-2, smollm, llama-bpe, qwen2, tekken"
 
 /* Finds the kind by a GGUF's name for it (tokenizer.ggml.pre); false if there is none. */
 bool pretokenizer_by_name(const char *name, size_t length, enum pretokenizer_kind *kind);
@@ -51,7 +60,8 @@ typedef bool pretokenizer_visit(void *context, const char *piece, size_t length,
                                 struct error *error);
 
 /* Calls `visit` for each pre-token of `text` in order; joined they are the text. Bytes that are not
- * valid UTF-8 form pre-tokens of their own, and the text between them is split as if alone. */
+ * valid UTF-8 form pre-tokens of their own, and the text between them is split as if alone, except
+ * that PRETOKENIZER_NONE splits nothing. */
 bool pretokenizer_split(const struct pretokenizer *pretokenizer, const char *text, size_t length,
                         pretokenizer_visit *visit, void *context, struct error *error);
 
