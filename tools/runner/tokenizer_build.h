@@ -39,8 +39,8 @@ struct tokenizer {
     char *chat_template;
 };
 
-/* Fills a tokenizer that is all zero; bos, eos, wants_bos, chat_template and further ends of answers are
- * the reader's to set. What was built before an error is freed by tokenizer_close. */
+/* Fills a tokenizer that is all zero; bos, eos, wants_bos, chat_template and further ends of
+ * answers are the reader's to set. What was built before an error is freed by tokenizer_close. */
 bool tokenizer_build(struct tokenizer *tokenizer, const struct tokenizer_source *source,
                      struct error *error);
 
