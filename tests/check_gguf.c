@@ -235,12 +235,12 @@ START_TEST(keeps_tensors_of_unknown_types)
     struct gguf *gguf;
     const struct gguf_tensor *tensor;
 
-    gguf_writer_entry(&writer, "odd", 14, 2, dimensions, 0); /* Q6_K */
+    gguf_writer_entry(&writer, "odd", 16, 2, dimensions, 0); /* IQ2_XXS */
     gguf = open_good();
     tensor = gguf_tensor(gguf, "odd");
     ck_assert_ptr_nonnull(tensor);
     ck_assert(!tensor->known);
-    ck_assert_uint_eq(tensor->gguf_type, 14);
+    ck_assert_uint_eq(tensor->gguf_type, 16);
     ck_assert_uint_eq(tensor->dimensions[1], 4);
     ck_assert_ptr_null(tensor->data);
     ck_assert_uint_eq(tensor->size, 0);
@@ -550,6 +550,7 @@ START_TEST(refuses_bad_shapes)
     expect_bad_tensor(0, 2, DIMENSIONS(4, two62 / 4), 0, "its size in bytes overflows");
     expect_bad_tensor(8, 2, DIMENSIONS(32, two62 / 32), 0, "do not fit");
     expect_bad_tensor(3, 2, DIMENSIONS(48, 2), 0, "expected a multiple of Q4_1's block of 32");
+    expect_bad_tensor(12, 2, DIMENSIONS(128, 2), 0, "expected a multiple of Q4_K's block of 256");
     expect_bad_tensor(2, 1, DIMENSIONS(16), 0, "expected a multiple of Q4_0's block of 32");
     expect_bad_tensor(0, 1, DIMENSIONS(1025), 0, "4100 bytes at offset 0 do not fit in the 4096");
 }
@@ -564,7 +565,7 @@ START_TEST(refuses_bad_offsets)
     expect_bad_tensor(0, 1, DIMENSIONS(1024), 32, "4096 bytes at offset 32 do not fit");
     expect_bad_tensor(0, 1, four, UINT64_C(1) << 63, "do not fit");
     expect_bad_tensor(0, 1, four, UINT64_MAX - 31, "do not fit");
-    expect_bad_tensor(14, 1, DIMENSIONS(256), UINT64_MAX - 31, "do not fit");
+    expect_bad_tensor(16, 1, DIMENSIONS(256), UINT64_MAX - 31, "do not fit");
 
     gguf_writer_entry(&writer, "over", 0, 1, DIMENSIONS(16), 0);
     gguf_writer_entry(&writer, "lap", 0, 1, DIMENSIONS(16), 32);

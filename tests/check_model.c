@@ -621,7 +621,12 @@ static void expect_bad_recipe(struct recipe recipe, const char *what)
 START_TEST(opens_gguf_of_every_type)
 {
     for (int i = 0; i < QUANT_TYPES; i++) {
-        const struct recipe recipe = {.type = quant_info((enum quant_type)i)->gguf_type};
+        const struct recipe recipe = {
+            .type = quant_info((enum quant_type)i)->gguf_type,
+            .hidden = 256, /* a block of the types with the largest ones */
+            .intermediate = 512,
+            .head_dim = 64,
+        };
         const enum quant_type type = (enum quant_type)i;
         const float *norm;
         struct model *model;
@@ -629,11 +634,11 @@ START_TEST(opens_gguf_of_every_type)
         write_model(&recipe);
         model = open_writer();
         ck_assert_uint_eq(model->layer_count, 2);
-        ck_assert_uint_eq(model->hidden, 64);
-        ck_assert_uint_eq(model->intermediate, 96);
+        ck_assert_uint_eq(model->hidden, 256);
+        ck_assert_uint_eq(model->intermediate, 512);
         ck_assert_uint_eq(model->query_heads, 4);
         ck_assert_uint_eq(model->kv_heads, 2);
-        ck_assert_uint_eq(model->head_dim, 16);
+        ck_assert_uint_eq(model->head_dim, 64);
         ck_assert_uint_eq(model->vocabulary, VOCABULARY);
         ck_assert_uint_eq(model->context_length, 256);
         ck_assert_float_eq(model->rms_epsilon, 1e-5f);
@@ -642,21 +647,21 @@ START_TEST(opens_gguf_of_every_type)
         ck_assert(!model->tied_output);
         ck_assert_int_eq(model->bos_token, -1);
         ck_assert_uint_eq(model->end_token_count, 0);
-        for (size_t j = 0; j < 8; j++)
-            check_frequency(model, j, pow(10000, -(double)j / 8));
-        check_weight(&model->token_embedding, type, VOCABULARY, 64);
-        check_weight(&model->output, type, VOCABULARY, 64);
-        check_weight(&model->layers[1].q, type, 64, 64);
-        check_weight(&model->layers[1].k, type, 32, 64);
-        check_weight(&model->layers[1].v, type, 32, 64);
-        check_weight(&model->layers[1].o, type, 64, 64);
-        check_weight(&model->layers[1].gate, type, 96, 64);
-        check_weight(&model->layers[1].up, type, 96, 64);
-        check_weight(&model->layers[1].down, type, 64, 96);
+        for (size_t j = 0; j < 32; j++)
+            check_frequency(model, j, pow(10000, -(double)j / 32));
+        check_weight(&model->token_embedding, type, VOCABULARY, 256);
+        check_weight(&model->output, type, VOCABULARY, 256);
+        check_weight(&model->layers[1].q, type, 256, 256);
+        check_weight(&model->layers[1].k, type, 128, 256);
+        check_weight(&model->layers[1].v, type, 128, 256);
+        check_weight(&model->layers[1].o, type, 256, 256);
+        check_weight(&model->layers[1].gate, type, 512, 256);
+        check_weight(&model->layers[1].up, type, 512, 256);
+        check_weight(&model->layers[1].down, type, 256, 512);
         ck_assert(memcmp(model->token_embedding.data, writer.data.data,
                          VOCABULARY * model->token_embedding.row_bytes) == 0);
         norm = model->layers[1].ffn_norm;
-        for (size_t j = 0; j < 64; j++)
+        for (size_t j = 0; j < 256; j++)
             ck_assert(norm[j] > 0.8f && norm[j] < 1.2f);
         model_close(model);
         restart();
@@ -853,10 +858,10 @@ START_TEST(refuses_gguf_of_unsupported_types)
 
     expect_bad_recipe((struct recipe){.retype = "output_norm.weight", .other_type = 8},
                       "tensor output_norm.weight: is Q8_0, expected F32, F16 or BF16 for a norm");
-    gguf_writer_entry(&writer, "token_embd.weight", 14, 2, shape, 0);
+    gguf_writer_entry(&writer, "token_embd.weight", 16, 2, shape, 0);
     expect_bad_recipe((struct recipe){.hidden = 256, .omit = "token_embd.weight"},
-                      "tensor token_embd.weight: the element type Q6_K is not supported; "
-                      "supported: F32, F16, BF16, Q4_0, Q4_1, Q8_0");
+                      "tensor token_embd.weight: the element type IQ2_XXS is not supported; "
+                      "supported: " QUANT_SUPPORTED);
 }
 END_TEST
 

@@ -5,6 +5,7 @@
 
 #include <puzzlekv.h>
 
+#include "gguf_writer.h"
 #include "products.h"
 #include "tests.h"
 
@@ -12,44 +13,17 @@
 static const char *isas[TESTS_ISAS];
 static size_t isa_count;
 
-/* Random blocks whose f16 and bf16 fields are small finite numbers. */
+/* The caller frees the data. */
 static void fill_weight(struct weight *w, enum quant_type type, size_t rows, size_t columns)
 {
-    const struct quant_info *info = quant_info(type);
-    unsigned char *data;
+    struct gguf_writer writer;
 
-    w->type = type;
-    w->rows = rows;
-    w->columns = columns;
+    gguf_writer_start(&writer);
+    writer.random += tests_random();
+    *w = (struct weight){.type = type, .rows = rows, .columns = columns};
     ck_assert(quant_row_bytes(type, columns, &w->row_bytes));
-    data = malloc(rows * w->row_bytes);
-    ck_assert_ptr_nonnull(data);
-    for (size_t i = 0; i < rows * w->row_bytes; i++)
-        data[i] = (unsigned char)tests_random();
-    for (size_t b = 0; b < rows * w->row_bytes / info->block_bytes; b++) {
-        unsigned char *block = data + b * info->block_bytes;
-        float value = tests_random_float();
-        uint32_t bits;
-
-        memcpy(&bits, &value, sizeof bits);
-        switch (type) {
-        case QUANT_F32:
-            memcpy(block, &value, sizeof value);
-            break;
-        case QUANT_F16: /* 2^-15 .. 2^-7, with subnormals among them */
-            block[1] = (unsigned char)((block[1] & 0x80) | tests_random() % 0x20);
-            break;
-        case QUANT_BF16:
-            block[0] = (unsigned char)(bits >> 16);
-            block[1] = (unsigned char)(bits >> 24);
-            break;
-        default: /* scale, and minimum of Q4_1 */
-            block[1] = (unsigned char)(0x20 + tests_random() % 8);
-            if (type == QUANT_Q4_1)
-                block[3] = (unsigned char)(0xa0 + tests_random() % 8);
-        }
-    }
-    w->data = data;
+    gguf_writer_random(&writer, quant_info(type)->gguf_type, rows * columns, 0);
+    w->data = writer.data.data;
 }
 
 static float *random_rows(size_t count)
@@ -96,9 +70,12 @@ START_TEST(test_values)
     tests_seed(1 + (uint64_t)_i);
     ck_assert(products_open(2, isas[_i / QUANT_TYPES], &products, &error));
     for (size_t n = 0; n < sizeof row_counts / sizeof *row_counts; n++) {
-        size_t rows = row_counts[n], columns = 32 * (1 + n % 3 * 3), x_stride = columns + 5;
+        size_t rows = row_counts[n], x_stride;
+        size_t columns =
+            quant_info(type)->block_elements == 256 ? 256 * (1 + n % 3) : 32 * (1 + n % 3 * 3);
         struct weight first, second;
 
+        x_stride = columns + 5;
         fill_weight(&first, type, 131, columns);
         fill_weight(&second, type, 1, columns);
         float *x = random_rows(rows * x_stride);
@@ -120,6 +97,46 @@ START_TEST(test_values)
         free(z);
     }
     products_close(products);
+}
+END_TEST
+
+/* A product with a unit vector is an element, to the bit, whichever way it is computed. */
+START_TEST(test_units)
+{
+    enum { ROWS = 70, COLUMNS = 256 };
+    enum quant_type type = (enum quant_type)(_i % QUANT_TYPES);
+    struct error error;
+    struct products *products;
+    struct weight w;
+
+    tests_seed(3 + (uint64_t)_i);
+    ck_assert(products_open(2, isas[_i / QUANT_TYPES], &products, &error));
+    fill_weight(&w, type, ROWS, COLUMNS);
+    float *units = tests_allocate(COLUMNS * COLUMNS, sizeof *units);
+    float *expected = random_rows(ROWS * COLUMNS), *y = random_rows(COLUMNS * ROWS);
+
+    quant_info(type)->dequantise(w.data, ROWS * COLUMNS, expected);
+    for (size_t i = 0; i < COLUMNS; i++)
+        units[i * COLUMNS + i] = 1;
+    for (size_t at_once = 1; at_once <= COLUMNS; at_once *= 16) {
+        for (size_t i = 0; i < COLUMNS; i += at_once) {
+            struct product product = {&w, y + i * ROWS, ROWS, false};
+
+            ck_assert(products_multiply(products, units + i * COLUMNS, COLUMNS, at_once, &product,
+                                        1, &error));
+        }
+        for (size_t i = 0; i < COLUMNS; i++) {
+            for (size_t j = 0; j < ROWS; j++)
+                require_msg(y[i * ROWS + j] == expected[j * COLUMNS + i],
+                            "%s: row %zu, column %zu: %a, expected %a", quant_info(type)->name, j,
+                            i, (double)y[i * ROWS + j], (double)expected[j * COLUMNS + i]);
+        }
+    }
+    products_close(products);
+    free((void *)w.data);
+    free(units);
+    free(expected);
+    free(y);
 }
 END_TEST
 
@@ -211,6 +228,7 @@ int main(void)
     TCase *tests = tcase_create("products");
 
     tcase_add_loop_test(tests, test_values, 0, (int)(isa_count * QUANT_TYPES));
+    tcase_add_loop_test(tests, test_units, 0, (int)(isa_count * QUANT_TYPES));
     tcase_add_loop_test(tests, test_odd_columns, 0, (int)isa_count);
     tcase_add_loop_test(tests, test_threads, 0, (int)isa_count);
     tcase_add_loop_test(tests, test_swiglu, 0, (int)isa_count);

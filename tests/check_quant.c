@@ -133,6 +133,46 @@ START_TEST(rows_are_bit_exact)
 }
 END_TEST
 
+static uint32_t hexadecimal(const char *text, size_t index, size_t digits)
+{
+    char number[9] = {0};
+
+    memcpy(number, text + index * digits, digits);
+    return (uint32_t)strtoul(number, NULL, 16);
+}
+
+/* Types whose elements are too many to be written out here. */
+START_TEST(rows_in_data_are_bit_exact)
+{
+    json_t *data = tests_json(tests_path("quant.json"));
+    size_t found = 0;
+
+    for (int type = 0; type < QUANT_TYPES; type++) {
+        const json_t *entry = json_object_get(data, quant_info((enum quant_type)type)->name);
+        const char *blocks = json_string_value(json_object_get(entry, "blocks"));
+        const char *values = json_string_value(json_object_get(entry, "values"));
+
+        if (entry == NULL)
+            continue;
+        const size_t bytes = strlen(blocks) / 2, count = strlen(values) / 8;
+        uint8_t *row = malloc(bytes);
+        uint32_t *bits = malloc(count * sizeof *bits);
+
+        for (size_t i = 0; i < bytes; i++)
+            row[i] = (uint8_t)hexadecimal(blocks, i, 2);
+        for (size_t i = 0; i < count; i++)
+            bits[i] = hexadecimal(values, i, 8);
+        ck_assert_uint_ge(count, 3 * quant_info((enum quant_type)type)->block_elements);
+        check_row((enum quant_type)type, row, bytes, bits, count);
+        free(row);
+        free(bits);
+        found++;
+    }
+    ck_assert_uint_eq(found, 9);
+    json_decref(data);
+}
+END_TEST
+
 START_TEST(every_f16_is_exact)
 {
     for (uint32_t f16 = 0; f16 < 0x10000; f16++) {
@@ -186,6 +226,10 @@ START_TEST(row_sizes_are_checked)
     ck_assert_uint_eq(bytes, 40);
     ck_assert(quant_row_bytes(QUANT_Q8_0, 64, &bytes));
     ck_assert_uint_eq(bytes, 68);
+    ck_assert(quant_row_bytes(QUANT_Q6_K, 512, &bytes));
+    ck_assert_uint_eq(bytes, 420);
+    ck_assert(!quant_row_bytes(QUANT_Q6_K, 32, &bytes));
+    ck_assert(!quant_row_bytes(QUANT_Q2_K, 384, &bytes));
     ck_assert(!quant_row_bytes(QUANT_Q4_0, 33, &bytes));
     ck_assert(!quant_row_bytes(QUANT_Q8_0, 31, &bytes));
     ck_assert(!quant_row_bytes(QUANT_F32, SIZE_MAX / 4 + 1, &bytes));
@@ -211,7 +255,7 @@ START_TEST(numbers_and_names_agree)
         strcat(supported, info->name);
     }
     ck_assert_str_eq(supported, QUANT_SUPPORTED);
-    ck_assert_str_eq(quant_gguf_name(14), "Q6_K");
+    ck_assert_str_eq(quant_gguf_name(16), "IQ2_XXS");
     ck_assert_str_eq(quant_gguf_name(4), "unknown");
     ck_assert_str_eq(quant_gguf_name(UINT32_MAX), "unknown");
 }
@@ -221,7 +265,7 @@ START_TEST(other_numbers_are_unknown)
 {
     enum quant_type type;
 
-    ck_assert(!quant_from_gguf(14, &type));
+    ck_assert(!quant_from_gguf(16, &type));
     ck_assert(!quant_from_gguf(4, &type));
     ck_assert(!quant_from_gguf(UINT32_MAX, &type));
 }
@@ -233,6 +277,7 @@ int main(void)
     TCase *test_case = tcase_create("quant");
 
     tcase_add_test(test_case, rows_are_bit_exact);
+    tcase_add_test(test_case, rows_in_data_are_bit_exact);
     tcase_add_test(test_case, every_f16_is_exact);
     tcase_add_test(test_case, vectorised_and_single_conversions_agree);
     tcase_add_test(test_case, row_sizes_are_checked);

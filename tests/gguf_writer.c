@@ -134,41 +134,69 @@ void gguf_writer_entry(struct gguf_writer *writer, const char *name, uint32_t ty
     bytes_u64(&writer->tensors, offset);
 }
 
-static uint32_t random_bits(struct gguf_writer *writer)
+static uint64_t random_bits(struct gguf_writer *writer)
 {
     writer->random ^= writer->random << 13;
     writer->random ^= writer->random >> 7;
     writer->random ^= writer->random << 17;
-    return (uint32_t)(writer->random >> 32);
+    return writer->random;
 }
 
-/* A random element, or block of the quantised types, around `centre` (0 or 1). */
-static void append_random(struct gguf_writer *writer, enum quant_type type, int centre)
-{
-    const uint32_t bits = random_bits(writer);
-    const float value = (float)centre + (float)(int32_t)bits * 0x1p-34f; /* +- 1/8 */
-    const struct quant_info *info = quant_info(type);
-    uint16_t half;
-    uint32_t single;
+/* The f16 numbers in a block of each type: where they lie, and the bits of their exponent that may
+ * be set, so that all elements are small numbers. Codes take any bits. */
+static const struct {
+    size_t offset[2];
+    unsigned exponent[2];
+    int count;
+} halves[QUANT_TYPES] = {
+    [QUANT_F16] = {{0}, {7}, 1},          [QUANT_Q4_0] = {{0}, {7}, 1},
+    [QUANT_Q4_1] = {{0, 2}, {7, 7}, 2},   [QUANT_Q5_0] = {{0}, {7}, 1},
+    [QUANT_Q5_1] = {{0, 2}, {7, 7}, 2},   [QUANT_Q8_0] = {{0}, {3}, 1},
+    [QUANT_Q2_K] = {{80, 82}, {3, 3}, 2}, [QUANT_Q3_K] = {{108}, {3}, 1},
+    [QUANT_Q4_K] = {{0, 2}, {1, 3}, 2},   [QUANT_Q5_K] = {{0, 2}, {0, 3}, 2},
+    [QUANT_Q6_K] = {{208}, {0}, 1},       [QUANT_IQ4_NL] = {{0}, {3}, 1},
+    [QUANT_IQ4_XS] = {{0}, {0}, 1},
+};
 
-    memcpy(&single, &value, sizeof single);
-    if (type == QUANT_F32) {
-        bytes_append(&writer->data, &value, sizeof value);
+static void random_block(struct gguf_writer *writer, enum quant_type type, int centre,
+                         unsigned char *block)
+{
+    const struct quant_info *info = quant_info(type);
+    const float value = (float)centre + (float)(int32_t)random_bits(writer) * 0x1p-34f; /* 1/8 */
+    uint64_t bits;
+
+    if (type == QUANT_F32 || type == QUANT_BF16) {
+        memcpy(block, (const char *)&value + sizeof value - info->block_bytes, info->block_bytes);
         return;
     }
-    if (type == QUANT_BF16)
-        half = (uint16_t)(single >> 16);
-    else if (centre != 0)
-        half = (uint16_t)(0x3c00 + (bits & 0xff)); /* 1 .. 1.25 */
-    else
-        half = (uint16_t)((bits & 0x83ff) | 0x1c00); /* +- 2^-8 .. 2^-7: numbers and scales */
-    bytes_append(&writer->data, &half, sizeof half);
-    for (size_t i = sizeof half; i < info->block_bytes; i += sizeof half) {
-        /* Q4_1's minimum must be a small number too; codes take any bits. */
-        half = (uint16_t)random_bits(writer);
-        if (type == QUANT_Q4_1 && i == sizeof half)
-            half = (uint16_t)((half & 0x83ff) | 0x2000);
-        bytes_append(&writer->data, &half, sizeof half);
+    for (size_t i = 0; i < info->block_bytes; i += sizeof bits) {
+        size_t rest = info->block_bytes - i;
+
+        bits = random_bits(writer);
+        memcpy(block + i, &bits, rest < sizeof bits ? rest : sizeof bits);
+    }
+    for (int i = 0; i < halves[type].count; i++) {
+        uint16_t half;
+
+        memcpy(&half, block + halves[type].offset[i], sizeof half);
+        if (centre != 0)
+            half = (uint16_t)(0x3c00 | (half & 0xff)); /* 1 .. 1.25 */
+        else
+            half &= (uint16_t)(0x83ff | halves[type].exponent[i] << 10);
+        memcpy(block + halves[type].offset[i], &half, sizeof half);
+    }
+}
+
+void gguf_writer_random(struct gguf_writer *writer, uint32_t type, size_t count, int is_vector)
+{
+    unsigned char block[256];
+    enum quant_type quant;
+
+    if (!quant_from_gguf(type, &quant) || quant_info(quant)->block_bytes > sizeof block)
+        abort();
+    for (size_t i = 0; i < count; i += quant_info(quant)->block_elements) {
+        random_block(writer, quant, is_vector, block);
+        bytes_append(&writer->data, block, quant_info(quant)->block_bytes);
     }
 }
 
@@ -177,20 +205,17 @@ void gguf_writer_tensor(struct gguf_writer *writer, const char *name, uint32_t t
 {
     const uint64_t dimensions[] = {columns, rows};
     enum quant_type quant;
-    size_t row_bytes, blocks;
+    size_t row_bytes;
 
     if (!quant_from_gguf(type, &quant) || !quant_row_bytes(quant, columns, &row_bytes))
         abort();
     while (writer->data.size % writer->alignment != 0)
         bytes_append(&writer->data, "", 1);
     gguf_writer_entry(writer, name, type, rows == 0 ? 1 : 2, dimensions, writer->data.size);
-    if (data != NULL) {
+    if (data != NULL)
         bytes_append(&writer->data, data, row_bytes * (rows == 0 ? 1 : rows));
-        return;
-    }
-    blocks = columns / quant_info(quant)->block_elements * (rows == 0 ? 1 : rows);
-    for (size_t i = 0; i < blocks; i++)
-        append_random(writer, quant, rows == 0);
+    else
+        gguf_writer_random(writer, type, columns * (rows == 0 ? 1 : rows), rows == 0);
 }
 
 struct bytes gguf_writer_image(const struct gguf_writer *writer)

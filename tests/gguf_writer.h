@@ -88,6 +88,9 @@ void gguf_writer_entry(struct gguf_writer *writer, const char *name, uint32_t ty
 void gguf_writer_tensor(struct gguf_writer *writer, const char *name, uint32_t type, size_t columns,
                         size_t rows, const void *data);
 
+/* Appends random contents as above: `count` elements, near 1 for a vector. */
+void gguf_writer_random(struct gguf_writer *writer, uint32_t type, size_t count, int is_vector);
+
 /* The whole file; the caller frees it with bytes_free. */
 struct bytes gguf_writer_image(const struct gguf_writer *writer);
 

@@ -30,7 +30,7 @@ struct products {
     const struct products_kernels *kernels;
     float *panels; /* [threads, PANEL_ROWS, panel_columns] */
     size_t panel_columns;
-    float *sums; /* of blocks of few rows [FEW_ROWS, sums_columns / ACTIVATION_BLOCK] */
+    float *sums; /* [FEW_ROWS, 2, sums_columns / 16], of 16 and, half as many, of 32 elements */
     size_t sums_columns;
     void *blas_room; /* held for OpenBLAS until the first product; MAP_FAILED afterwards */
     size_t blas_bytes;
@@ -118,23 +118,25 @@ static bool resize(void *pointer, size_t count, size_t size)
 static bool prepare(struct products *p, const float *x, size_t x_stride, size_t rows,
                     size_t columns, struct activations *out)
 {
-    size_t blocks = columns / ACTIVATION_BLOCK;
+    size_t count = columns / 16;
 
     if (columns > p->sums_columns) {
         p->sums_columns = 0;
-        if (!resize(&p->sums, blocks, FEW_ROWS * sizeof *p->sums))
+        if (!resize(&p->sums, count, 2 * FEW_ROWS * sizeof *p->sums))
             return false;
         p->sums_columns = columns;
     }
     for (size_t r = 0; r < rows; r++) {
-        float *sums = p->sums + r * blocks;
+        float *sums_16 = p->sums + 2 * r * count, *sums_32 = sums_16 + count;
 
-        out[r] = (struct activations){x + r * x_stride, sums};
-        for (size_t b = 0; b < blocks; b++) {
-            sums[b] = 0;
-            for (size_t i = 0; i < ACTIVATION_BLOCK; i++)
-                sums[b] += out[r].x[b * ACTIVATION_BLOCK + i];
+        out[r] = (struct activations){x + r * x_stride, sums_16, sums_32};
+        for (size_t b = 0; b < count; b++) {
+            sums_16[b] = 0;
+            for (size_t i = 0; i < 16; i++)
+                sums_16[b] += out[r].x[16 * b + i];
         }
+        for (size_t b = 0; b < count / 2; b++)
+            sums_32[b] = sums_16[2 * b] + sums_16[2 * b + 1];
     }
     return true;
 }
@@ -209,11 +211,12 @@ static void multiply_panels(const struct products *p, const float *x, size_t x_s
 #ifdef _OPENMP
         thread = (size_t)omp_get_thread_num();
 #endif
+        quant_dequantise *dequantise = p->kernels->dequantise[w->type];
         float *panel = p->panels + thread * PANEL_ROWS * p->panel_columns;
 
         for (size_t j = first; j < end; j++)
-            quant_info(w->type)->dequantise((const char *)w->data + j * w->row_bytes, w->columns,
-                                            panel + (j - first) * w->columns);
+            dequantise((const char *)w->data + j * w->row_bytes, w->columns,
+                       panel + (j - first) * w->columns);
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)rows, (int)(end - first),
                     (int)w->columns, 1, x, (int)x_stride, panel, (int)w->columns,
                     product->add ? 1 : 0, product->y + first, (int)product->y_stride);

@@ -3,6 +3,7 @@
  * PRODUCTS_TABLE and PRODUCTS_NAME. Vectors are as wide as the instruction set's registers, 8 lanes
  * at least; the compiler splits what is wider than a register. */
 #include "products_kernels.h"
+#include "quant_blocks.h"
 
 #ifdef __F16C__
 #include <immintrin.h>
@@ -38,6 +39,17 @@ static inline vector_f32 load_bf16(const uint16_t *p)
     return (vector_f32)(__builtin_convertvector(h, vector_u32) << 16);
 }
 
+#if defined __AVX512F__
+static inline vector_f32 load_f16(const uint16_t *p)
+{
+    return (vector_f32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+#elif defined __F16C__
+static inline vector_f32 load_f16(const uint16_t *p)
+{
+    return (vector_f32)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+#else
 /* Finite values: exponent and mantissa in place, then the bias corrected by a product, which also
  * normalises subnormals. */
 static inline vector_f32 load_f16(const uint16_t *p)
@@ -50,29 +62,25 @@ static inline vector_f32 load_f16(const uint16_t *p)
 
     return (vector_f32)((vector_u32)magnitude | (wide & 0x8000) << 16);
 }
+#endif
 
-/* Bytes to f32. Where there is an instruction for it compilers miss it; without one they need the
- * step through 16 bits, or they turn to scalar code. */
-static inline vector_f32 from_u8(vector_u8 v)
+/* Signed bytes to f32. Where there is an instruction for it compilers miss it; without one they
+ * need the step through 16 bits, or they turn to scalar code. */
+static inline vector_f32 from_i8(vector_u8 v)
 {
 #if defined __AVX512F__
-    return (vector_f32)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)v));
+    return (vector_f32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)v));
 #elif defined __AVX2__
     __m128i bytes = {0};
 
     memcpy(&bytes, &v, sizeof v);
-    return (vector_f32)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+    return (vector_f32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 #else
-    vector_u16 half = __builtin_convertvector(v, vector_u16);
+    /* x ^ 0x80 is x + 128 without a sign. */
+    vector_u16 half = __builtin_convertvector(v ^ 0x80, vector_u16);
 
-    return __builtin_convertvector(__builtin_convertvector(half, vector_i32), vector_f32);
+    return __builtin_convertvector(__builtin_convertvector(half, vector_i32), vector_f32) - 128;
 #endif
-}
-
-/* x ^ 0x80 is x + 128 without a sign. */
-static inline vector_f32 from_i8(vector_u8 v)
-{
-    return from_u8(v ^ 0x80) - 128;
 }
 
 static inline vector_u8 load_u8(const unsigned char *p)
@@ -81,18 +89,6 @@ static inline vector_u8 load_u8(const unsigned char *p)
 
     memcpy(&v, p, sizeof v);
     return v;
-}
-
-static inline float f16_scale(const unsigned char *p)
-{
-    uint16_t h;
-
-    memcpy(&h, p, sizeof h);
-#ifdef __F16C__
-    return _cvtsh_ss(h);
-#else
-    return quant_f16_f32(h);
-#endif
 }
 
 /* A fixed tree: halves are added until four lanes are left. */
@@ -131,56 +127,62 @@ FLOAT_DOT(dot_f32, load_f32, float, SAME)
 FLOAT_DOT(dot_f16, load_f16, uint16_t, quant_f16_f32)
 FLOAT_DOT(dot_bf16, load_bf16, uint16_t, quant_bf16_f32)
 
-/* 4-bit codes: sum (d q + m) x = d sum q x + m sum x; Q4_0 is the case m = -8 d. */
-static inline float dot_q4(const unsigned char *w, const struct activations *a, size_t columns,
-                           bool has_minimum)
+/* The product of one group, without its minimum. */
+static inline vector_f32 group_dot(const struct quant_block *block, const float *x, size_t g,
+                                   size_t group)
 {
-    size_t header = has_minimum ? 4 : 2;
+    const unsigned char *codes = (const unsigned char *)block->codes + g * group;
     vector_f32 sum = {0};
-    float minima = 0;
 
-    for (size_t b = 0; b < columns / 32; b++, w += header + 16) {
-        const float *x = a->x + 32 * b;
-        float d = f16_scale(w);
-        float m = has_minimum ? f16_scale(w + 2) : -8 * d;
-        vector_f32 block = {0};
+    for (size_t i = 0; i < group; i += LANES)
+        sum += from_i8(load_u8(codes + i)) * load_f32(x + g * group + i);
+    return sum * block->scales[g];
+}
 
-        for (size_t i = 0; i < 16; i += LANES) {
-            vector_u8 codes = load_u8(w + header + i);
+/* Bytes ahead; the next rows follow in memory, and past the end of the last one it does no harm. */
+#define PREFETCH 2048
 
-            block += from_u8(codes & 15) * load_f32(x + i);
-            block += from_u8(codes >> 4) * load_f32(x + 16 + i);
+typedef void unpack_block(const unsigned char *block, struct quant_block *unpacked);
+
+/* sum (d q + m) x = d sum q x + m sum x. Two sums, or the additions would wait for each other. */
+static inline __attribute__((always_inline)) float
+packed_dot(const unsigned char *block, const struct activations *a, size_t columns,
+           unpack_block *unpack, size_t elements, size_t bytes, size_t group, bool has_minima)
+{
+    const size_t groups = elements / group;
+    const float *sums = group == 16 ? a->sums_16 : a->sums_32;
+    struct quant_block unpacked;
+    vector_f32 s0 = {0}, s1 = {0};
+    float minima[QUANT_MAX_GROUPS] = {0};
+
+    for (const float *x = a->x; x < a->x + columns; x += elements, block += bytes) {
+        for (size_t line = 0; line < bytes; line += 64)
+            __builtin_prefetch(block + PREFETCH + line);
+        unpack(block, &unpacked);
+#pragma GCC unroll 2
+        for (size_t g = 0; g < groups; g += 2) {
+            s0 += group_dot(&unpacked, x, g, group);
+            if (groups > 1)
+                s1 += group_dot(&unpacked, x, g + 1, group);
         }
-        sum += block * d;
-        minima += m * a->sums[b];
+        if (has_minima) {
+            for (size_t g = 0; g < groups; g++)
+                minima[g] += unpacked.minima[g] * sums[g];
+            sums += groups;
+        }
     }
-    return sum_lanes(sum) + minima;
+    for (size_t g = 1; has_minima && g < groups; g++)
+        minima[0] += minima[g];
+    return sum_lanes(s0 + s1) + minima[0];
 }
 
-static float dot_q4_0(const void *row, const struct activations *a, size_t columns)
-{
-    return dot_q4(row, a, columns, false);
-}
-
-static float dot_q4_1(const void *row, const struct activations *a, size_t columns)
-{
-    return dot_q4(row, a, columns, true);
-}
-
-static float dot_q8_0(const void *row, const struct activations *a, size_t columns)
-{
-    const unsigned char *w = row;
-    vector_f32 sum = {0};
-
-    for (size_t b = 0; b < columns / 32; b++, w += 34) {
-        vector_f32 block = {0};
-
-        for (size_t i = 0; i < 32; i += LANES)
-            block += from_i8(load_u8(w + 2 + i)) * load_f32(a->x + 32 * b + i);
-        sum += block * f16_scale(w);
+#define PACKED_DOT(TYPE, NAME, NUMBER, ELEMENTS, BYTES, GROUP, HAS_MINIMA)                         \
+    static float dot_##NAME(const void *row, const struct activations *a, size_t columns)          \
+    {                                                                                              \
+        return packed_dot(row, a, columns, quant_unpack_##NAME, ELEMENTS, BYTES, GROUP,            \
+                          HAS_MINIMA);                                                             \
     }
-    return sum_lanes(sum);
-}
+QUANT_PACKED_TYPES(PACKED_DOT)
 
 /* exp by 2^k * 2^f with |f| <= 1/2 and a polynomial of degree 6: relative error under 1e-7. */
 static inline vector_f32 exp_f32(vector_f32 x)
@@ -231,16 +233,15 @@ static void swiglu(float *gate, const float *up, size_t n)
     }
 }
 
+#define DOT_ENTRY(TYPE, NAME, NUMBER, ELEMENTS, BYTES, GROUP, HAS_MINIMA)                          \
+    [QUANT_##TYPE] = dot_##NAME,
+#define DOT_ENTRIES                                                                                \
+    [QUANT_F32] = dot_f32, [QUANT_F16] = dot_f16, [QUANT_BF16] = dot_bf16,                         \
+    QUANT_PACKED_TYPES(DOT_ENTRY)
+
 const struct products_kernels PRODUCTS_TABLE = {
     .name = PRODUCTS_NAME,
-    .dot =
-        {
-            [QUANT_F32] = dot_f32,
-            [QUANT_F16] = dot_f16,
-            [QUANT_BF16] = dot_bf16,
-            [QUANT_Q4_0] = dot_q4_0,
-            [QUANT_Q4_1] = dot_q4_1,
-            [QUANT_Q8_0] = dot_q8_0,
-        },
+    .dot = {DOT_ENTRIES},
+    .dequantise = {QUANT_DEQUANTISE_ENTRIES},
     .swiglu = swiglu,
 };

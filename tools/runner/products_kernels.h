@@ -5,13 +5,11 @@
 
 #include "quant.h"
 
-/* Elements that share a scale in every quantised weight type. */
-#define ACTIVATION_BLOCK 32
-
 /* One row of activations, prepared once for all the weight rows that it meets. */
 struct activations {
-    const float *x;    /* [columns] */
-    const float *sums; /* [columns / 32], of each block's elements */
+    const float *x;       /* [columns] */
+    const float *sums_16; /* [columns / 16], of 16 elements each */
+    const float *sums_32; /* [columns / 32] */
 };
 
 /* The product of one weight row and one activation row; columns is a multiple of the type's block.
@@ -21,6 +19,7 @@ typedef float products_dot(const void *row, const struct activations *a, size_t 
 struct products_kernels {
     const char *name;
     products_dot *dot[QUANT_TYPES];
+    quant_dequantise *dequantise[QUANT_TYPES]; /* as that of quant_info, to the bit */
     void (*swiglu)(float *gate, const float *up,
                    size_t n); /* gate = up * gate / (1 + exp(-gate)) */
 };

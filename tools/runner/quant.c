@@ -2,110 +2,21 @@
 /* Element types of weights: sizes and conversion to f32. */
 #include "quant.h"
 
+#include "quant_blocks.h"
+
 /* Weights are used as they lie in the file, and the files are little-endian. */
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the model readers need a little-endian machine"
 #endif
 
-/* Every product below is exact in f32 (an 11-bit scale times a code of at most 8 bits), so results
- * do not depend on whether the compiler contracts a product and a sum. */
-
-#define BLOCK 32
-
-/* gcc would unroll these short loops before it vectorises, and then vectorise them badly. */
-#define KEEP_LOOP _Pragma("GCC unroll 1")
-
-struct block_q4_0 {
-    uint16_t scale;
-    uint8_t codes[BLOCK / 2];
-};
-
-struct block_q4_1 {
-    uint16_t scale;
-    uint16_t minimum;
-    uint8_t codes[BLOCK / 2];
-};
-
-struct block_q8_0 {
-    uint16_t scale;
-    int8_t codes[BLOCK];
-};
-
-static void dequantise_f32(const void *blocks, size_t elements, float *out)
-{
-    memcpy(out, blocks, elements * sizeof *out);
-}
-
-static void dequantise_f16(const void *blocks, size_t elements, float *restrict out)
-{
-    const uint16_t *restrict in = blocks;
-
-    for (size_t i = 0; i < elements; i++)
-        out[i] = quant_f16_f32(in[i]);
-}
-
-static void dequantise_bf16(const void *blocks, size_t elements, float *restrict out)
-{
-    const uint16_t *restrict in = blocks;
-
-    for (size_t i = 0; i < elements; i++)
-        out[i] = quant_bf16_f32(in[i]);
-}
-
-static void dequantise_q4_0(const void *blocks, size_t elements, float *restrict out)
-{
-    const struct block_q4_0 *restrict block = blocks;
-
-    for (size_t i = 0; i < elements; i += BLOCK, block++) {
-        const float scale = quant_f16_f32(block->scale);
-
-        KEEP_LOOP
-        for (size_t j = 0; j < BLOCK / 2; j++)
-            out[i + j] = scale * (float)((block->codes[j] & 15) - 8);
-        KEEP_LOOP
-        for (size_t j = 0; j < BLOCK / 2; j++)
-            out[i + BLOCK / 2 + j] = scale * (float)((block->codes[j] >> 4) - 8);
-    }
-}
-
-static void dequantise_q4_1(const void *blocks, size_t elements, float *restrict out)
-{
-    const struct block_q4_1 *restrict block = blocks;
-
-    for (size_t i = 0; i < elements; i += BLOCK, block++) {
-        const float scale = quant_f16_f32(block->scale);
-        const float minimum = quant_f16_f32(block->minimum);
-
-        KEEP_LOOP
-        for (size_t j = 0; j < BLOCK / 2; j++)
-            out[i + j] = scale * (float)(block->codes[j] & 15) + minimum;
-        KEEP_LOOP
-        for (size_t j = 0; j < BLOCK / 2; j++)
-            out[i + BLOCK / 2 + j] = scale * (float)(block->codes[j] >> 4) + minimum;
-    }
-}
-
-static void dequantise_q8_0(const void *blocks, size_t elements, float *restrict out)
-{
-    const struct block_q8_0 *restrict block = blocks;
-
-    for (size_t i = 0; i < elements; i += BLOCK, block++) {
-        const float scale = quant_f16_f32(block->scale);
-
-        KEEP_LOOP
-        for (size_t j = 0; j < BLOCK; j++)
-            out[i + j] = scale * (float)block->codes[j];
-    }
-}
+#define INFO(TYPE, NAME, NUMBER, ELEMENTS, BYTES, GROUP, HAS_MINIMA)                               \
+    [QUANT_##TYPE] = {#TYPE, NUMBER, ELEMENTS, BYTES, dequantise_##NAME},
 
 static const struct quant_info table[QUANT_TYPES] = {
     [QUANT_F32] = {"F32", 0, 1, sizeof(float), dequantise_f32},
     [QUANT_F16] = {"F16", 1, 1, sizeof(uint16_t), dequantise_f16},
     [QUANT_BF16] = {"BF16", 30, 1, sizeof(uint16_t), dequantise_bf16},
-    [QUANT_Q4_0] = {"Q4_0", 2, BLOCK, sizeof(struct block_q4_0), dequantise_q4_0},
-    [QUANT_Q4_1] = {"Q4_1", 3, BLOCK, sizeof(struct block_q4_1), dequantise_q4_1},
-    [QUANT_Q8_0] = {"Q8_0", 8, BLOCK, sizeof(struct block_q8_0), dequantise_q8_0},
-};
+    QUANT_PACKED_TYPES(INFO)};
 
 /* clang-format off */
 static const char *const gguf_names[] = {

@@ -8,30 +8,38 @@
 #include <stdint.h>
 #include <string.h>
 
-/* A row is a sequence of blocks of `block_elements` elements in `block_bytes` bytes:
- *   Q4_0  f16 d, 16 bytes of codes           x = d (code - 8)
- *   Q4_1  f16 d, f16 m, 16 bytes of codes    x = d code + m
- *   Q8_0  f16 d, 32 signed bytes             x = d code
- * Byte j of the 4-bit codes holds element j in its low and element j + 16 in its high nibble. */
+/* A row is a sequence of blocks of `block_elements` elements in `block_bytes` bytes; quant_blocks.h
+ * says how the packed ones are made up. */
 enum quant_type {
     QUANT_F32,
     QUANT_F16,
     QUANT_BF16,
     QUANT_Q4_0,
     QUANT_Q4_1,
+    QUANT_Q5_0,
+    QUANT_Q5_1,
     QUANT_Q8_0,
+    QUANT_Q2_K,
+    QUANT_Q3_K,
+    QUANT_Q4_K,
+    QUANT_Q5_K,
+    QUANT_Q6_K,
+    QUANT_IQ4_NL,
+    QUANT_IQ4_XS,
     QUANT_TYPES /* how many there are */
 };
+
+/* Converts `elements` (a multiple of block_elements) elements; exact but for the single rounding of
+ * the addition in types with minima. `blocks` needs no alignment beyond that of its elements: 4
+ * bytes for F32, 2 for F16 and BF16. Thread-safe. */
+typedef void quant_dequantise(const void *blocks, size_t elements, float *out);
 
 struct quant_info {
     const char *name;   /* as GGUF spells it, e.g. "Q4_1" */
     uint32_t gguf_type; /* its number in a GGUF file */
     size_t block_elements;
     size_t block_bytes;
-    /* Converts `elements` (a multiple of block_elements) elements; exact but for the single
-     * rounding of the addition in Q4_1. `blocks` needs no alignment beyond that of its widest
-     * field: 4 bytes for F32, 2 for the others. Thread-safe. */
-    void (*dequantise)(const void *blocks, size_t elements, float *out);
+    quant_dequantise *dequantise;
 };
 
 /* The table's entry; `type` is below QUANT_TYPES. */
@@ -45,7 +53,8 @@ bool quant_from_gguf(uint32_t number, enum quant_type *type);
 const char *quant_gguf_name(uint32_t number);
 
 /* The names of all types in the table, for messages. */
-#define QUANT_SUPPORTED "F32, F16, BF16, Q4_0, Q4_1, Q8_0"
+#define QUANT_SUPPORTED                                                                            \
+    "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS"
 
 /* Bytes of a row; false if `elements` is not a multiple of the block or the size overflows. */
 bool quant_row_bytes(enum quant_type type, size_t elements, size_t *bytes);
