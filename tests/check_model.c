@@ -296,6 +296,61 @@ START_TEST(reads_older_rope_spellings)
 }
 END_TEST
 
+/* Against the initialisation of RoPE in Hugging Face transformers, on heads of 64. */
+START_TEST(computes_yarn)
+{
+    static const struct {
+        const char *scaling;
+        double magnitude;
+        float frequencies[8]; /* of every fourth pair */
+        size_t context;
+    } cases[] = {
+        {"{\"rope_type\":\"yarn\",\"factor\":16,\"original_max_position_embeddings\":4096,"
+         "\"rope_theta\":1e4,\"mscale\":0.707,\"mscale_all_dim\":1.0}",
+         0.9363975061530204,
+         {1, 0.3162277638912201f, 0.10000000149011612f, 0.02706180140376091f, 0.005673076957464218f,
+          0.0008817889611236751f, 6.25000029685907e-05f, 1.9764236640185118e-05f},
+         65536},
+        {"{\"rope_type\":\"yarn\",\"factor\":8.0,\"original_max_position_embeddings\":32,"
+         "\"rope_theta\":1e4,\"attention_factor\":1.25,\"beta_fast\":16,\"beta_slow\":2.0,"
+         "\"truncate\":false}",
+         1.25,
+         {1, 0.03952847048640251f, 0.012500000186264515f, 0.0039528473280370235f,
+          0.0012499999720603228f, 0.00039528473280370235f, 0.0001250000059371814f,
+          3.9528473280370235e-05f},
+         4096},
+        {"{\"type\":\"yarn\",\"factor\":2.0,\"original_max_position_embeddings\":2048,"
+         "\"rope_theta\":1e4,\"beta_fast\":2,\"beta_slow\":2.0,\"truncate\":false}",
+         1.0693147180559945,
+         {1, 0.3162277638912201f, 0.10000000149011612f, 0.03162277862429619f, 0.009999999776482582f,
+          0.0015811389312148094f, 0.0005000000237487257f, 0.00015811389312148094f},
+         4096},
+        /* The factor is the context, 4096, over the original one. */
+        {"{\"rope_type\":\"yarn\",\"factor\":null,\"original_max_position_embeddings\":512,"
+         "\"rope_theta\":1e4,\"mscale\":null,\"beta_fast\":0}",
+         1.2079441541679836,
+         {0},
+         4096},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        json_t *config = load_config("tiny-llama3");
+        struct model *model;
+
+        set(config, "rope_parameters", cases[i].scaling);
+        write_folder("tiny-llama3", config);
+        json_decref(config);
+        model = open_good(folder);
+        ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_YARN);
+        ck_assert_float_eq(model->rope_magnitude, (float)cases[i].magnitude);
+        ck_assert_uint_eq(model->context_length, cases[i].context);
+        for (size_t j = 0; j < 8 && cases[i].frequencies[0] > 0; j++)
+            check_frequency(model, 4 * j, (double)cases[i].frequencies[j]);
+        model_close(model);
+    }
+}
+END_TEST
+
 START_TEST(reads_end_tokens_from_both_files)
 {
     static const char generation[] = "{\"eos_token_id\":[7,2,9],\"bos_token_id\":5}";
@@ -353,7 +408,7 @@ START_TEST(refuses_bad_configs)
     static const struct {
         const char *model, *key, *value, *what;
     } cases[] = {
-        {"tiny-llama3", "model_type", "\"gemma3\"", "gemma3 is not supported; supported: llama, q"},
+        {"tiny-llama3", "model_type", "\"gemma3\"", "gemma3 is not supported; supported: llama, m"},
         {"tiny-llama3", "model_type", NULL, "model_type: is not a string"},
         {"tiny-llama3", "hidden_size", NULL, "hidden_size: is missing"},
         {"tiny-llama3", "hidden_size", "null", "hidden_size: is missing"},
@@ -379,13 +434,30 @@ START_TEST(refuses_bad_configs)
         {"tiny-llama3", "rms_norm_eps", "1e300", "rms_norm_eps: is 1e+300, expected"},
         {"tiny-llama3", "rope_parameters", "{\"rope_theta\":1e-300}", "RoPE: pair 5 turns by"},
         {"tiny-llama3", "rms_norm_eps", "\"x\"", "rms_norm_eps: is not a number"},
-        {"tiny-llama3", "attention_bias", "true", "attention_bias: biases are not supported"},
-        {"tiny-llama3", "mlp_bias", "true", "mlp_bias: biases are not supported"},
+        {"tiny-llama3", "attention_bias", "true", "attention_bias: these biases are not supported"},
+        {"tiny-llama3", "mlp_bias", "true", "mlp_bias: these biases are not supported"},
         {"tiny-llama3", "mlp_bias", "1", "mlp_bias: is not true or false"},
         {"tiny-llama3", "hidden_act", "\"gelu\"", "hidden_act: gelu is not supported"},
         {"tiny-llama3", "rope_parameters", "3", "rope_parameters: is not an object"},
-        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"yarn\"}",
-         "rope_parameters.rope_type: yarn is not supported; supported: default, llama3"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"longrope\"}",
+         "rope_parameters.rope_type: longrope is not supported; supported: default, linear, "
+         "llama3,"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"dynamic\",\"factor\":2}",
+         "rope_parameters.rope_type: dynamic is not supported"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"linear\"}",
+         "rope_parameters.factor: is missing"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"linear\",\"factor\":0}",
+         "rope_parameters.factor: is something else, expected a number above 0"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"yarn\",\"factor\":\"4\"}",
+         "rope_parameters.factor: is something else"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"yarn\",\"factor\":4,\"beta_fast\":-1}",
+         "rope_parameters.beta_fast: is something else"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"yarn\",\"factor\":4,\"truncate\":1}",
+         "rope_parameters.truncate: is not true or false"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"yarn\",\"factor\":4,\"rope_theta\":1}",
+         "theta is 1, YaRN needs"},
+        {"tiny-llama3", "rope_parameters", "{\"full_attention\":{\"rope_type\":\"default\"}}",
+         "rope_parameters.full_attention: RoPE that differs by layer"},
         {"tiny-llama3", "rope_parameters", "{\"rope_type\":1}", "rope_type: is not a string"},
         {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"llama3\"}",
          "rope_parameters.factor: is missing"},
@@ -423,7 +495,60 @@ START_TEST(refuses_an_active_sliding_window)
     set(config, "max_window_layers", "2");
     write_folder("tiny-qwen3", config);
     json_decref(config);
-    expect_failure(folder, "/config.json: ", "use_sliding_window: sliding-window attention");
+    expect_failure(folder, "/config.json: ",
+                   "sliding_window: is 64, less than the context of 4096; sliding-window");
+}
+END_TEST
+
+/* Without layers listed one by one, Mistral's models have a window unless they say null. */
+START_TEST(knows_windows_of_mistral)
+{
+    static const struct {
+        const char *window; /* NULL: absent */
+        const char *what;   /* NULL: is opened */
+    } cases[] = {
+        {"null", NULL},
+        {"4096", NULL},
+        {"4095", "sliding_window: is 4095, less than the context of 4096; sliding-window"},
+        {"\"no\"", "sliding_window: is not an integer"},
+        {NULL, NULL},
+    };
+    json_t *config = load_config("tiny-llama3");
+    struct model *model;
+
+    set(config, "model_type", "\"mistral\"");
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        set(config, "sliding_window", cases[i].window);
+        write_folder("tiny-llama3", config);
+        if (cases[i].what != NULL) {
+            expect_failure(folder, "/config.json: ", cases[i].what);
+            continue;
+        }
+        model = open_good(folder);
+        ck_assert_int_eq(model->architecture, MODEL_MISTRAL);
+        ck_assert_str_eq(model_architecture_name(model->architecture), "mistral");
+        model_close(model);
+    }
+    set(config, "max_position_embeddings", "32768");
+    write_folder("tiny-llama3", config);
+    expect_failure(folder,
+                   "/config.json: ", "sliding_window: is 4096, less than the context of 32");
+    json_decref(config);
+}
+END_TEST
+
+START_TEST(refuses_other_architectures)
+{
+    static const char *const names[] = {"mixtral", "gemma2",    "gemma3", "qwen2_moe",
+                                        "phi3",    "qwen3_moe", "llama4", "LLAMA"};
+    char value[32], what[64];
+
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        snprintf(value, sizeof value, "\"%s\"", names[i]);
+        snprintf(what, sizeof what, "model_type: %s is not supported; supported: llama, ",
+                 names[i]);
+        expect_bad_config("tiny-llama3", "model_type", value, "/config.json: ", what);
+    }
 }
 END_TEST
 
@@ -565,26 +690,36 @@ static void write_model(const struct recipe *recipe)
     const size_t q_rows = or_default(recipe->query_heads, 4) * head_dim;
     const size_t kv_rows = or_default(recipe->kv_heads, 2) * head_dim;
     const uint32_t layers = or_default(recipe->layers_written, or_default(recipe->layers, 2));
-    const bool qwen3 = is("qwen3", recipe->architecture);
     const struct {
         const char *name;
         size_t columns, rows;
+        const char *architecture; /* NULL: all have it */
     } tensors[] = {
-        {"attn_norm", hidden, 0},           {"attn_q", hidden, q_rows},
-        {"attn_k", hidden, kv_rows},        {"attn_v", hidden, kv_rows},
-        {"attn_output", q_rows, hidden},    {"ffn_norm", hidden, 0},
-        {"ffn_gate", hidden, intermediate}, {"ffn_up", hidden, intermediate},
-        {"ffn_down", intermediate, hidden}, {"attn_q_norm", head_dim, 0},
-        {"attn_k_norm", head_dim, 0},
+        {"attn_norm.weight", hidden, 0, NULL},
+        {"attn_q.weight", hidden, q_rows, NULL},
+        {"attn_k.weight", hidden, kv_rows, NULL},
+        {"attn_v.weight", hidden, kv_rows, NULL},
+        {"attn_output.weight", q_rows, hidden, NULL},
+        {"ffn_norm.weight", hidden, 0, NULL},
+        {"ffn_gate.weight", hidden, intermediate, NULL},
+        {"ffn_up.weight", hidden, intermediate, NULL},
+        {"ffn_down.weight", intermediate, hidden, NULL},
+        {"attn_q_norm.weight", head_dim, 0, "qwen3"},
+        {"attn_k_norm.weight", head_dim, 0, "qwen3"},
+        {"attn_q.bias", q_rows, 0, "qwen2"},
+        {"attn_k.bias", kv_rows, 0, "qwen2"},
+        {"attn_v.bias", kv_rows, 0, "qwen2"},
     };
-    const size_t count = sizeof tensors / sizeof tensors[0] - (qwen3 ? 0 : 2);
     char name[64];
 
     write_metadata(recipe);
     write_tensor(recipe, "token_embd.weight", hidden, VOCABULARY);
     for (uint32_t i = 0; i < layers; i++) {
-        for (size_t j = 0; j < count; j++) {
-            snprintf(name, sizeof name, "blk.%u.%s.weight", (unsigned)i, tensors[j].name);
+        for (size_t j = 0; j < sizeof tensors / sizeof tensors[0]; j++) {
+            if (tensors[j].architecture != NULL &&
+                !is(tensors[j].architecture, recipe->architecture))
+                continue;
+            snprintf(name, sizeof name, "blk.%u.%s", (unsigned)i, tensors[j].name);
             write_tensor(recipe, name, tensors[j].columns, tensors[j].rows);
         }
     }
@@ -697,6 +832,102 @@ START_TEST(opens_gguf_qwen3)
     ck_assert_uint_eq(model->end_token_count, 2);
     ck_assert_int_eq(model->end_tokens[0], 39);
     ck_assert_int_eq(model->end_tokens[1], 38);
+    model_close(model);
+}
+END_TEST
+
+START_TEST(opens_gguf_qwen2)
+{
+    static const char *const biases[] = {"blk.0.attn_q.bias", "blk.1.attn_k.bias",
+                                         "blk.1.attn_v.bias"};
+    const struct recipe recipe = {.architecture = "qwen2", .type = 2};
+    struct model *model;
+    char what[64];
+
+    write_model(&recipe);
+    model = open_writer();
+    ck_assert_int_eq(model->architecture, MODEL_QWEN2);
+    ck_assert(!model->rope_interleaved);
+    ck_assert_ptr_null(model->layers[0].q_norm);
+    for (size_t i = 0; i < 64; i++)
+        ck_assert(model->layers[1].q_bias[i] > 0.8f && model->layers[1].q_bias[i] < 1.2f);
+    for (size_t i = 0; i < 32; i++) {
+        ck_assert(model->layers[0].k_bias[i] > 0.8f && model->layers[0].k_bias[i] < 1.2f);
+        ck_assert(model->layers[1].v_bias[i] > 0.8f && model->layers[1].v_bias[i] < 1.2f);
+    }
+    model_close(model);
+    restart();
+    for (size_t i = 0; i < sizeof biases / sizeof biases[0]; i++) {
+        snprintf(what, sizeof what, "tensor %s: is missing", biases[i]);
+        expect_bad_recipe((struct recipe){.architecture = "qwen2", .omit = biases[i]}, what);
+        snprintf(what, sizeof what, "tensor %s: has 1 x ", biases[i]);
+        expect_bad_recipe((struct recipe){.architecture = "qwen2", .enlarge = biases[i]}, what);
+        snprintf(what, sizeof what, "tensor %s: is Q8_0, expected F32", biases[i]);
+        expect_bad_recipe(
+            (struct recipe){.architecture = "qwen2", .retype = biases[i], .other_type = 8}, what);
+    }
+    gguf_writer_tensor(&writer, "blk.1.attn_output.bias", 0, 64, 0, NULL);
+    expect_bad_recipe((struct recipe){.architecture = "qwen2"},
+                      "tensor blk.1.attn_output.bias: a bias here is not supported");
+}
+END_TEST
+
+START_TEST(scales_gguf_rope)
+{
+    const struct recipe recipe = {.head_dim = 64};
+    struct model *model;
+
+    write_model(&recipe);
+    gguf_writer_float(&writer, "llama.rope.scale_linear", 4);
+    model = open_writer();
+    ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_LINEAR);
+    ck_assert_double_eq(model->rope_factor, 4);
+    ck_assert_float_eq(model->rope_magnitude, 1);
+    for (size_t i = 0; i < 32; i++)
+        check_frequency(model, i, pow(10000, -(double)i / 32) / 4);
+    model_close(model);
+    restart();
+
+    /* As computes_yarn's first case. */
+    write_model(&recipe);
+    gguf_writer_string(&writer, "llama.rope.scaling.type", "yarn");
+    gguf_writer_float(&writer, "llama.rope.scaling.factor", 16);
+    gguf_writer_uint(&writer, "llama.rope.scaling.original_context_length", 4096);
+    model = open_writer();
+    ck_assert_int_eq(model->rope_scaling, MODEL_ROPE_YARN);
+    ck_assert_uint_eq(model->context_length, 65536);
+    ck_assert_float_eq_tol(model->rope_magnitude, 1 + 0.1f * logf(16), 1e-6f);
+    check_frequency(model, 8, 0.1);
+    check_frequency(model, 12, 0.02706180140376091);
+    check_frequency(model, 16, 0.005673076957464218);
+    check_frequency(model, 28, 1.9764236640185118e-05);
+    model_close(model);
+    restart();
+
+    write_model(&recipe);
+    gguf_writer_string(&writer, "llama.rope.scaling.type", "yarn");
+    gguf_writer_float(&writer, "llama.rope.scaling.factor", 16);
+    gguf_writer_float(&writer, "llama.rope.scaling.yarn_log_multiplier", 0.5f);
+    gguf_writer_float(&writer, "llama.rope.scaling.yarn_ext_factor", 1);
+    gguf_writer_float(&writer, "llama.rope.scaling.yarn_beta_fast", 16);
+    gguf_writer_float(&writer, "llama.rope.scaling.yarn_beta_slow", 2);
+    model = open_writer();
+    ck_assert_double_eq(model->rope_original_context, 256);
+    ck_assert_double_eq(model->rope_beta_fast, 16);
+    ck_assert_double_eq(model->rope_beta_slow, 2);
+    ck_assert_float_eq_tol(model->rope_magnitude, (1 + 0.1f * logf(16)) / (1 + 0.05f * logf(16)),
+                           1e-6f);
+    model_close(model);
+    restart();
+
+    write_model(&recipe);
+    gguf_writer_string(&writer, "llama.rope.scaling.type", "yarn");
+    gguf_writer_float(&writer, "llama.rope.scaling.factor", 16);
+    gguf_writer_float(&writer, "llama.rope.scaling.yarn_attn_factor", 1.5f);
+    gguf_writer_float(&writer, "llama.rope.scaling.attn_factor", 0.5f);
+    gguf_writer_float(&writer, "llama.rope.scaling.yarn_ext_factor", -1);
+    model = open_writer();
+    ck_assert_float_eq(model->rope_magnitude, 0.75f);
     model_close(model);
 }
 END_TEST
@@ -857,7 +1088,7 @@ START_TEST(refuses_gguf_of_unsupported_types)
     static const uint64_t shape[] = {256, 64};
 
     expect_bad_recipe((struct recipe){.retype = "output_norm.weight", .other_type = 8},
-                      "tensor output_norm.weight: is Q8_0, expected F32, F16 or BF16 for a norm");
+                      "tensor output_norm.weight: is Q8_0, expected F32, F16 or BF16 for a vector");
     gguf_writer_entry(&writer, "token_embd.weight", 16, 2, shape, 0);
     expect_bad_recipe((struct recipe){.hidden = 256, .omit = "token_embd.weight"},
                       "tensor token_embd.weight: the element type IQ2_XXS is not supported; "
@@ -868,7 +1099,7 @@ END_TEST
 START_TEST(refuses_bad_gguf_geometry)
 {
     expect_bad_recipe((struct recipe){.architecture = "mamba"},
-                      "general.architecture: mamba is not supported; supported: llama, qwen3");
+                      "general.architecture: mamba is not supported; supported: llama (which ");
     expect_bad_recipe((struct recipe){.architecture = "llama4"}, "llama4 is not supported");
     expect_bad_recipe((struct recipe){.architecture = "qwen3moe"}, "qwen3moe is not supported");
     expect_bad_recipe((struct recipe){.query_heads = 3},
@@ -922,11 +1153,20 @@ START_TEST(refuses_unsupported_gguf_features)
     expect_bad_uint("llama.rope.dimension_count", 8, "dimension_count: is 8 of a head of 16");
     expect_bad_uint("split.count", 2, "split.count: is 2; models split");
     expect_bad_string("llama.expert_count", "8", "llama.expert_count: is STRING, expected an int");
-    expect_bad_string("llama.rope.scaling.type", "yarn",
-                      "llama.rope.scaling.type: yarn is not supported; supported: none");
-    expect_bad_string("llama.rope.scaling.type", "longrope", "longrope is not supported");
-    expect_bad_float("llama.rope.scaling.factor", 2, "linear is not supported");
-    expect_bad_float("llama.rope.scale_linear", 2, "linear is not supported");
+    expect_bad_string(
+        "llama.rope.scaling.type", "longrope",
+        "llama.rope.scaling.type: longrope is not supported; supported: none, linear,");
+    expect_bad_float("llama.rope.scaling.factor", -2, "rope.scaling.factor: is -2, expected 0 or");
+    expect_bad_float("llama.rope.scale_linear", INFINITY, "rope.scale_linear: is not finite");
+    gguf_writer_string(&writer, "llama.rope.scaling.type", "yarn");
+    expect_bad_uint("llama.rope.scaling.original_context_length", 0,
+                    "original_context_length: is 0, expected 1 to");
+    gguf_writer_string(&writer, "llama.rope.scaling.type", "yarn");
+    expect_bad_float("llama.rope.scaling.yarn_ext_factor", 0.5f,
+                     "yarn_ext_factor: is 0.5; only 1 is supported");
+    gguf_writer_string(&writer, "llama.rope.scaling.type", "yarn");
+    expect_bad_string("llama.rope.scaling.yarn_beta_fast", "32",
+                      "yarn_beta_fast: is STRING, expected FLOAT32 or FLOAT64");
     expect_bad_float("llama.rope.freq_base", 0,
                      "llama.rope.freq_base: is 0, expected a number abo");
     expect_bad_float("llama.rope.freq_base", NAN, "llama.rope.freq_base: is not finite");
@@ -939,7 +1179,7 @@ START_TEST(refuses_unsupported_gguf_features)
     expect_bad_string("tokenizer.ggml.eos_token_id", "2", "eos_token_id: is STRING, expected an i");
 
     gguf_writer_tensor(&writer, "blk.1.attn_q.bias", 0, 64, 0, NULL);
-    expect_bad_recipe((struct recipe){0}, "tensor blk.1.attn_q.bias: biases are not supported");
+    expect_bad_recipe((struct recipe){0}, "tensor blk.1.attn_q.bias: a bias here is not supported");
     gguf_writer_tensor(&writer, "rope_freqs.weight", 0, 8, 0, factors);
     expect_bad_recipe((struct recipe){0}, "tensor rope_freqs.weight: element 4 is -1");
     gguf_writer_tensor(&writer, "rope_freqs.weight", 0, 9, 0, factors);
@@ -974,14 +1214,19 @@ int main(void)
     tcase_add_test(test_case, opens_tiny_qwen3);
     tcase_add_test(test_case, header_has_shapes_but_no_norms);
     tcase_add_test(test_case, reads_older_rope_spellings);
+    tcase_add_test(test_case, computes_yarn);
     tcase_add_test(test_case, reads_end_tokens_from_both_files);
     tcase_add_test(test_case, tolerates_inactive_features);
     tcase_add_test(test_case, refuses_bad_configs);
     tcase_add_test(test_case, refuses_an_active_sliding_window);
+    tcase_add_test(test_case, knows_windows_of_mistral);
+    tcase_add_test(test_case, refuses_other_architectures);
     tcase_add_test(test_case, refuses_configs_that_the_tensors_contradict);
     tcase_add_test(test_case, refuses_broken_folders);
     tcase_add_test(test_case, opens_gguf_of_every_type);
     tcase_add_test(test_case, opens_gguf_qwen3);
+    tcase_add_test(test_case, opens_gguf_qwen2);
+    tcase_add_test(test_case, scales_gguf_rope);
     tcase_add_test(test_case, derives_absent_gguf_values);
     tcase_add_test(test_case, applies_gguf_rope_factors);
     tcase_add_test(test_case, tolerates_inactive_gguf_features);

@@ -2,8 +2,11 @@
 /* tools/runner/transformer.c on the tiny models, against logits of an independent implementation.
  */
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "gguf_writer.h"
 #include "transformer.h"
 #include "tests.h"
 
@@ -15,29 +18,39 @@
 
 static const char *const models[] = {"tiny-llama3", "tiny-qwen3"};
 
+/* One for each way in which an architecture can differ. */
+static const char *const variants[] = {"models/qwen2", "models/llama-linear", "models/llama-yarn"};
+#define VARIANTS (sizeof variants / sizeof variants[0])
+
 struct setup {
     struct model *model;
     struct transformer *transformer;
     pkv_cache *cache;
     pkv_seq *seq;
     int32_t ids[IDS];
+    size_t count; /* of ids */
     float *logits;
 };
 
-static void open_setup(struct setup *s, const char *folder, pkv_factors factors, pkv_dtype dtype,
-                       const struct transformer_options *options)
+/* `path` NULL opens the folder's own model, else that file; the ids are the folder's. */
+static void open_setup(struct setup *s, const char *folder, const char *path, pkv_factors factors,
+                       pkv_dtype dtype, const struct transformer_options *options)
 {
     struct error error;
     struct transformer_options chosen = *options;
     pkv_config config;
     json_t *expected = tests_json(tests_path("%s/expected.json", folder));
     json_t *ids = json_object_get(expected, "token_ids");
-    ck_assert_uint_eq(json_array_size(ids), IDS);
-    for (size_t i = 0; i < IDS; i++)
+    s->count = json_array_size(ids);
+    ck_assert_uint_ge(s->count, 100);
+    ck_assert_uint_le(s->count, IDS);
+    for (size_t i = 0; i < s->count; i++)
         s->ids[i] = (int32_t)json_integer_value(json_array_get(ids, i));
     json_decref(expected);
 
-    ck_assert_msg(model_open(tests_path("%s", folder), &s->model, &error), "%s", error.text);
+    if (path == NULL)
+        path = tests_path("%s", folder);
+    ck_assert_msg(model_open(path, &s->model, &error), "%s", error.text);
     pkv_config_init(&config);
     transformer_describe(s->model, &config);
     config.factors_k = config.factors_v = factors;
@@ -77,22 +90,21 @@ static double difference(const float *a, const float *b, size_t n)
     return largest;
 }
 
-START_TEST(test_raw_logits)
+static void check_raw_logits(const char *folder, const char *path)
 {
-    const char *folder = models[_i];
     const struct transformer_options options = {.threads = 2};
     struct setup s;
 
-    open_setup(&s, folder, PKV_FACTORS_NONE, PKV_F32, &options);
+    open_setup(&s, folder, path, PKV_FACTORS_NONE, PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
-    float *expected = tests_read_f32(tests_path("%s/logits_raw.f32", folder), IDS * vocabulary);
+    float *expected = tests_read_f32(tests_path("%s/logits_raw.f32", folder), s.count * vocabulary);
 
-    for (size_t i = 0; i < IDS; i++) {
+    for (size_t i = 0; i < s.count; i++) {
         feed(&s, s.ids + i, 1);
         ck_assert_double_le(difference(s.logits, expected + i * vocabulary, vocabulary), TOLERANCE);
     }
     /* The same in steps that cross pages. */
-    for (size_t count = 1; count <= IDS; count += count / 3 + 1) {
+    for (size_t count = 1; count <= s.count; count += count / 3 + 1) {
         ck_assert_int_eq(pkv_seq_truncate(s.seq, 0), PKV_OK);
         feed(&s, s.ids, count);
         ck_assert_double_le(difference(s.logits, expected + (count - 1) * vocabulary, vocabulary),
@@ -100,6 +112,156 @@ START_TEST(test_raw_logits)
     }
     free(expected);
     close_setup(&s);
+}
+
+START_TEST(test_raw_logits)
+{
+    check_raw_logits(models[_i], NULL);
+}
+END_TEST
+
+START_TEST(test_variant_logits)
+{
+    check_raw_logits(variants[_i], NULL);
+}
+END_TEST
+
+/* A matrix under its GGUF name, with rows from one pair's halves side by side if `head_dim` is not
+ * 0: conversion writes Llama's q and k so. */
+static void convert_matrix(struct gguf_writer *writer, const char *name, const struct weight *w,
+                           size_t head_dim)
+{
+    unsigned char *rows = tests_allocate(w->rows, w->row_bytes);
+
+    for (size_t row = 0; row < w->rows; row++) {
+        size_t from = row;
+
+        if (head_dim > 0) {
+            size_t place = row % head_dim;
+
+            from = row - place + place / 2 + place % 2 * (head_dim / 2);
+        }
+        memcpy(rows + row * w->row_bytes, (const char *)w->data + from * w->row_bytes,
+               w->row_bytes);
+    }
+    gguf_writer_tensor(writer, name, quant_info(w->type)->gguf_type, w->columns, w->rows, rows);
+    free(rows);
+}
+
+static void convert_layer(struct gguf_writer *writer, const struct model *m, size_t index)
+{
+    const struct model_layer *layer = &m->layers[index];
+    const size_t permuted = m->architecture == MODEL_LLAMA ? m->head_dim : 0;
+    const size_t query = m->query_heads * m->head_dim, kv = m->kv_heads * m->head_dim;
+    const struct {
+        const char *name;
+        const float *values;
+        size_t count;
+    } vectors[] = {
+        {"attn_norm.weight", layer->attention_norm, m->hidden},
+        {"ffn_norm.weight", layer->ffn_norm, m->hidden},
+        {"attn_q_norm.weight", layer->q_norm, m->head_dim},
+        {"attn_k_norm.weight", layer->k_norm, m->head_dim},
+        {"attn_q.bias", layer->q_bias, query},
+        {"attn_k.bias", layer->k_bias, kv},
+        {"attn_v.bias", layer->v_bias, kv},
+    };
+    const struct {
+        const char *name;
+        const struct weight *weight;
+        size_t permuted;
+    } matrices[] = {
+        {"attn_q", &layer->q, permuted}, {"attn_k", &layer->k, permuted}, {"attn_v", &layer->v, 0},
+        {"attn_output", &layer->o, 0},   {"ffn_gate", &layer->gate, 0},   {"ffn_up", &layer->up, 0},
+        {"ffn_down", &layer->down, 0},
+    };
+    char name[64];
+
+    for (size_t i = 0; i < sizeof vectors / sizeof vectors[0]; i++) {
+        if (vectors[i].values == NULL)
+            continue;
+        snprintf(name, sizeof name, "blk.%zu.%s", index, vectors[i].name);
+        gguf_writer_tensor(writer, name, 0, vectors[i].count, 0, vectors[i].values);
+    }
+    for (size_t i = 0; i < sizeof matrices / sizeof matrices[0]; i++) {
+        snprintf(name, sizeof name, "blk.%zu.%s.weight", index, matrices[i].name);
+        convert_matrix(writer, name, matrices[i].weight, matrices[i].permuted);
+    }
+}
+
+static void convert_number(struct gguf_writer *writer, const struct model *m, const char *key,
+                           size_t value)
+{
+    char name[64];
+
+    snprintf(name, sizeof name, "%s.%s", model_architecture_name(m->architecture), key);
+    gguf_writer_uint(writer, name, (uint32_t)value);
+}
+
+static void convert_real(struct gguf_writer *writer, const struct model *m, const char *key,
+                         double value)
+{
+    char name[64];
+
+    snprintf(name, sizeof name, "%s.%s", model_architecture_name(m->architecture), key);
+    gguf_writer_float(writer, name, (float)value);
+}
+
+/* What the usual conversion makes of a folder's model. */
+static void convert_model(const char *folder, const char *path)
+{
+    struct gguf_writer writer;
+    struct model *m;
+    struct error error;
+
+    ck_assert_msg(model_open(tests_path("%s", folder), &m, &error), "%s", error.text);
+    gguf_writer_start(&writer);
+    gguf_writer_string(&writer, "general.architecture", model_architecture_name(m->architecture));
+    convert_number(&writer, m, "block_count", m->layer_count);
+    convert_number(&writer, m, "context_length", m->context_length);
+    convert_number(&writer, m, "embedding_length", m->hidden);
+    convert_number(&writer, m, "feed_forward_length", m->intermediate);
+    convert_number(&writer, m, "attention.head_count", m->query_heads);
+    convert_number(&writer, m, "attention.head_count_kv", m->kv_heads);
+    convert_number(&writer, m, "attention.key_length", m->head_dim);
+    convert_real(&writer, m, "attention.layer_norm_rms_epsilon", (double)m->rms_epsilon);
+    convert_real(&writer, m, "rope.freq_base", m->rope_theta);
+    if (m->rope_scaling == MODEL_ROPE_LINEAR) {
+        gguf_writer_string(&writer, "llama.rope.scaling.type", "linear");
+        convert_real(&writer, m, "rope.scaling.factor", m->rope_factor);
+    } else if (m->rope_scaling == MODEL_ROPE_LLAMA3) {
+        float *factors = tests_allocate(m->head_dim / 2, sizeof *factors);
+
+        for (size_t i = 0; i < m->head_dim / 2; i++)
+            factors[i] = (float)(pow(m->rope_theta, -2.0 * (double)i / (double)m->head_dim) /
+                                 (double)m->rope_inverse_frequencies[i]);
+        gguf_writer_tensor(&writer, "rope_freqs.weight", 0, m->head_dim / 2, 0, factors);
+        free(factors);
+    }
+    convert_matrix(&writer, "token_embd.weight", &m->token_embedding, 0);
+    for (size_t i = 0; i < m->layer_count; i++)
+        convert_layer(&writer, m, i);
+    gguf_writer_tensor(&writer, "output_norm.weight", 0, m->hidden, 0, m->output_norm);
+    if (!m->tied_output)
+        convert_matrix(&writer, "output.weight", &m->output, 0);
+    gguf_writer_save(&writer, path);
+    gguf_writer_free(&writer);
+    model_close(m);
+}
+
+START_TEST(test_gguf_logits)
+{
+    static const char *const folders[] = {"tiny-llama3", "tiny-qwen3", "models/qwen2",
+                                          "models/llama-linear"};
+    char folder[TESTS_FOLDER_BYTES], path[TESTS_FOLDER_BYTES + 16];
+
+    tests_make_folder(folder);
+    snprintf(path, sizeof path, "%s/model.gguf", folder);
+    for (size_t i = 0; i < sizeof folders / sizeof folders[0]; i++) {
+        convert_model(folders[i], path);
+        check_raw_logits(folders[i], path);
+    }
+    tests_remove_folder(folder);
 }
 END_TEST
 
@@ -109,7 +271,7 @@ START_TEST(test_puzzle_logits)
     const struct transformer_options options = {.threads = 2};
     struct setup s;
 
-    open_setup(&s, folder, PKV_FACTORS_NATIVE, PKV_F32, &options);
+    open_setup(&s, folder, NULL, PKV_FACTORS_NATIVE, PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
     float *expected = tests_read_f32(tests_path("%s/logits_puzzle_16_14.f32", folder),
                                      (IDS - PROMPT) * vocabulary);
@@ -139,7 +301,7 @@ START_TEST(test_blocks)
     struct setup s;
     int32_t ids[2 * IDS];
 
-    open_setup(&s, models[_i], PKV_FACTORS_NONE, PKV_F32, &options);
+    open_setup(&s, models[_i], NULL, PKV_FACTORS_NONE, PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
     float *expected = malloc(vocabulary * sizeof *expected);
 
@@ -171,7 +333,7 @@ START_TEST(test_threads)
         const struct transformer_options options = {.threads = threads[t]};
         struct setup s;
 
-        open_setup(&s, models[_i], PKV_FACTORS_NATIVE, PKV_BF16, &options);
+        open_setup(&s, models[_i], NULL, PKV_FACTORS_NATIVE, PKV_BF16, &options);
         feed(&s, s.ids, PROMPT);
         for (size_t i = PROMPT; i < IDS; i++)
             feed(&s, s.ids + i, 1);
@@ -205,7 +367,7 @@ START_TEST(test_interrupt)
     struct error error;
     uint64_t before, after;
 
-    open_setup(&s, models[_i], PKV_FACTORS_NATIVE, PKV_F32, &options);
+    open_setup(&s, models[_i], NULL, PKV_FACTORS_NATIVE, PKV_F32, &options);
     ck_assert_int_eq(pkv_seq_digest(s.seq, &before), PKV_OK);
     ck_assert(!transformer_step(s.transformer, s.cache, s.seq, s.ids, 40, NULL, &error));
     ck_assert_str_eq(error.text, "interrupted");
@@ -223,7 +385,7 @@ START_TEST(test_bad_tokens)
     struct setup s;
     struct error error;
 
-    open_setup(&s, models[_i], PKV_FACTORS_NATIVE, PKV_F32, &options);
+    open_setup(&s, models[_i], NULL, PKV_FACTORS_NATIVE, PKV_F32, &options);
     s.ids[3] = (int32_t)s.model->vocabulary;
     ck_assert(!transformer_step(s.transformer, s.cache, s.seq, s.ids, 5, NULL, &error));
     ck_assert_str_eq(error.text, "token 3: id 320 is not in the vocabulary of 320");
@@ -247,6 +409,8 @@ int main(void)
     TCase *tests = tcase_create("transformer");
 
     tcase_add_loop_test(tests, test_raw_logits, 0, 2);
+    tcase_add_loop_test(tests, test_variant_logits, 0, (int)VARIANTS);
+    tcase_add_test(tests, test_gguf_logits);
     tcase_add_loop_test(tests, test_puzzle_logits, 0, 2);
     tcase_add_loop_test(tests, test_blocks, 0, 2);
     tcase_add_loop_test(tests, test_threads, 0, 2);

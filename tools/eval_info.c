@@ -70,7 +70,9 @@ static bool footprint(const struct eval_arguments *arguments, const struct model
 }
 
 static const char *const scaling_names[] = {
-    [MODEL_ROPE_PLAIN] = "none", [MODEL_ROPE_LLAMA3] = "llama3", [MODEL_ROPE_FACTORS] = "factors"};
+    [MODEL_ROPE_PLAIN] = "none", [MODEL_ROPE_LINEAR] = "linear",   [MODEL_ROPE_LLAMA3] = "llama3",
+    [MODEL_ROPE_YARN] = "yarn",  [MODEL_ROPE_FACTORS] = "factors",
+};
 
 static bool print_table(const struct eval_arguments *arguments, const struct model *model,
                         const struct type_total totals[QUANT_TYPES], const size_t *lengths,

@@ -67,6 +67,11 @@ struct gguf {
     size_t tensor_count;
 };
 
+bool gguf_string_is(struct gguf_string string, const char *text)
+{
+    return string.size == strlen(text) && memcmp(string.data, text, string.size) == 0;
+}
+
 /* Where parsing is, and what it is in, for messages. */
 struct cursor {
     const struct file_map *file;

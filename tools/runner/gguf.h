@@ -20,6 +20,9 @@ struct gguf_string {
     size_t size;
 };
 
+/* Whether the string is `text`. */
+bool gguf_string_is(struct gguf_string string, const char *text);
+
 #define GGUF_MAX_DIMENSIONS 4
 
 struct gguf_tensor {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Model files: hyperparameters and mapped weights of Llama and Qwen3 transformers. */
+/* Model files: hyperparameters and mapped weights of Llama, Mistral, Qwen2 and Qwen3 transformers.
+ */
 #include "model.h"
 
 #include <errno.h>
@@ -15,8 +16,6 @@
 
 #include "gguf.h"
 #include "safetensors.h"
-
-#define SUPPORTED_ARCHITECTURES "llama, qwen3"
 
 /* Bounds of hyperparameters: far above any real model, low enough that no product of two
  * overflows. */
@@ -35,13 +34,20 @@
 
 static const char *const architecture_names[] = {
     [MODEL_LLAMA] = "llama",
+    [MODEL_MISTRAL] = "mistral",
+    [MODEL_QWEN2] = "qwen2",
     [MODEL_QWEN3] = "qwen3",
 };
+
+#define CONFIG_ARCHITECTURES "llama, mistral, qwen2, qwen3"
+
+/* In GGUF Mistral's models are called llama, too: there is nothing that they do otherwise. */
+#define GGUF_ARCHITECTURES "llama (which Mistral's files say as well), qwen2, qwen3"
 
 struct model_files {
     struct gguf *gguf; /* this or the next is open, the other NULL */
     struct safetensors *safetensors;
-    float *vectors; /* behind all norms */
+    float *vectors; /* behind all norms and biases */
 };
 
 /* One place to read hyperparameters from: GGUF metadata or config.json. */
@@ -190,22 +196,6 @@ static bool read_geometry(struct reader *reader, struct model *model)
     return true;
 }
 
-static bool allocate_frequencies(struct model *model, const char *path, struct error *error)
-{
-    const size_t count = model->head_dim / 2;
-
-    model->rope_inverse_frequencies = calloc(count, sizeof *model->rope_inverse_frequencies);
-    if (model->rope_inverse_frequencies == NULL)
-        return error_set(error, "%s: out of memory", path);
-    return true;
-}
-
-/* The angle that pair `i` turns per position before any scaling. */
-static double plain_frequency(const struct model *model, size_t i)
-{
-    return pow(model->rope_theta, -2.0 * (double)i / (double)model->head_dim);
-}
-
 /* Llama 3.1: wavelengths beyond the original context are stretched by `factor`, those well inside
  * it are kept, and those between are blended linearly in context / wavelength. */
 static double llama3_frequency(const struct model *model, double plain)
@@ -223,13 +213,85 @@ static double llama3_frequency(const struct model *model, double plain)
     return (1 - keep) * plain / model->rope_factor + keep * plain;
 }
 
-/* Numbers that are each in order may still make up a frequency that is not. */
-static bool set_frequency(struct reader *reader, struct model *model, size_t i, double frequency)
+/* The pair, as a real number, whose plain frequency turns `turns` times over the original context,
+ * times two. */
+static double yarn_dimension(const struct model *model, double turns)
 {
-    if (!(frequency <= FLT_MAX))
-        return error_set(reader->error, "%s: RoPE: pair %zu turns by %g a position, out of range",
-                         reader->path, i, frequency);
-    model->rope_inverse_frequencies[i] = (float)frequency;
+    return (double)model->head_dim * log(model->rope_original_context / (2 * M_PI * turns)) /
+           (2 * log(model->rope_theta));
+}
+
+/* YaRN: pairs that turn more than beta_fast times over the original context are kept, those that
+ * turn less than beta_slow times are stretched by `factor`, and those between are blended linearly
+ * in the number of the pair. `truncate` widens that range to whole numbers. */
+static double yarn_frequency(const struct model *model, bool truncate, double plain, size_t i)
+{
+    double low = yarn_dimension(model, model->rope_beta_fast);
+    double high = yarn_dimension(model, model->rope_beta_slow);
+    double stretch;
+
+    if (truncate) {
+        low = floor(low);
+        high = ceil(high);
+    }
+    if (low < 0)
+        low = 0;
+    if (high > (double)(model->head_dim - 1))
+        high = (double)(model->head_dim - 1);
+    if (low == high)
+        high += 0.001;
+    stretch = ((double)i - low) / (high - low);
+    stretch = stretch < 0 ? 0 : stretch > 1 ? 1 : stretch;
+    return stretch * plain / model->rope_factor + (1 - stretch) * plain;
+}
+
+/* How much YaRN enlarges queries and keys for a context that is `factor` times as long. */
+static double yarn_magnitude(double factor, double weight)
+{
+    return factor <= 1 ? 1 : 1 + 0.1 * weight * log(factor);
+}
+
+/* The scaling and all that belongs to it are set. `divisors` [head_dim / 2] may be NULL. */
+static bool set_frequencies(struct model *model, const float *divisors, bool truncate,
+                            struct reader *reader)
+{
+    const size_t count = model->head_dim / 2;
+    double context;
+
+    if (model->rope_scaling == MODEL_ROPE_YARN) {
+        if (!(model->rope_theta > 1))
+            return error_set(reader->error, "%s: RoPE's theta is %g, YaRN needs one above 1",
+                             reader->path, model->rope_theta);
+        context = model->rope_original_context * model->rope_factor;
+        if (context > (double)model->context_length && context <= MAX_CONTEXT)
+            model->context_length = (size_t)context;
+    }
+    model->rope_inverse_frequencies = calloc(count, sizeof *model->rope_inverse_frequencies);
+    if (model->rope_inverse_frequencies == NULL)
+        return error_set(reader->error, "%s: out of memory", reader->path);
+    for (size_t i = 0; i < count; i++) {
+        const double divisor = divisors != NULL ? divisors[i] : 1;
+        double frequency = pow(model->rope_theta, -2.0 * (double)i / (double)model->head_dim);
+
+        if (!(divisor > 0) || !isfinite(divisor))
+            return error_set(reader->error,
+                             "%s: tensor rope_freqs.weight: element %zu is %g, "
+                             "expected a number above 0",
+                             reader->path, i, divisor);
+        frequency /= divisor;
+        if (model->rope_scaling == MODEL_ROPE_LLAMA3)
+            frequency = llama3_frequency(model, frequency);
+        else if (model->rope_scaling == MODEL_ROPE_YARN)
+            frequency = yarn_frequency(model, truncate, frequency, i);
+        else if (model->rope_scaling == MODEL_ROPE_LINEAR)
+            frequency /= model->rope_factor;
+        /* Numbers that are each in order may still make up a frequency that is not. */
+        if (!(frequency <= FLT_MAX))
+            return error_set(reader->error,
+                             "%s: RoPE: pair %zu turns by %g a position, out of range",
+                             reader->path, i, frequency);
+        model->rope_inverse_frequencies[i] = (float)frequency;
+    }
     return true;
 }
 
@@ -314,8 +376,9 @@ struct loader {
     const struct model_files *files;
     const char *path;
     struct error *error;
-    float *vectors;       /* where the next norm goes; NULL while only checking */
-    size_t vector_floats; /* floats that the norms seen so far take */
+    bool biases;          /* whether q, k and v have them */
+    float *vectors;       /* where the next vector goes; NULL while only checking */
+    size_t vector_floats; /* floats that the vectors seen so far take */
     char name[128];       /* of the last tensor looked up */
 };
 
@@ -381,10 +444,10 @@ static bool has_tensor(struct loader *loader, enum role role, size_t layer, cons
 }
 
 /* Finds a tensor of the given shape; rows 0 takes any number of rows. */
-static bool require_tensor(struct loader *loader, enum role role, size_t layer, size_t rows,
-                           size_t columns, struct view *view)
+static bool require_tensor(struct loader *loader, enum role role, size_t layer, const char *suffix,
+                           size_t rows, size_t columns, struct view *view)
 {
-    name_tensor(loader, role, layer, "weight");
+    name_tensor(loader, role, layer, suffix);
     if (!find_tensor(loader, view))
         return error_set(loader->error, "%s: tensor %s: is missing", loader->path, loader->name);
     if (view->outer != 1)
@@ -415,30 +478,32 @@ static bool load_matrix(struct loader *loader, enum role role, size_t layer, siz
 {
     struct view view;
 
-    if (!require_tensor(loader, role, layer, rows, columns, &view))
+    if (!require_tensor(loader, role, layer, "weight", rows, columns, &view))
         return false;
     *weight = (struct weight){
         .type = view.type, .rows = view.rows, .columns = columns, .data = view.data};
     if (!quant_row_bytes(view.type, columns, &weight->row_bytes))
         return error_set(loader->error, "%s: tensor %s: %zu columns are not whole %s blocks",
                          loader->path, loader->name, columns, view.type_name);
+    if (loader->biases && (role == ROLE_Q || role == ROLE_K || role == ROLE_V))
+        return true;
     if (has_tensor(loader, role, layer, "bias"))
-        return error_set(loader->error, "%s: tensor %s: biases are not supported", loader->path,
+        return error_set(loader->error, "%s: tensor %s: a bias here is not supported", loader->path,
                          loader->name);
     return true;
 }
 
-static bool load_vector(struct loader *loader, enum role role, size_t layer, size_t count,
-                        const float **vector)
+static bool load_vector(struct loader *loader, enum role role, size_t layer, const char *suffix,
+                        size_t count, const float **vector)
 {
     struct view view;
 
-    if (!require_tensor(loader, role, layer, 1, count, &view))
+    if (!require_tensor(loader, role, layer, suffix, 1, count, &view))
         return false;
     if (quant_info(view.type)->block_elements != 1)
         return error_set(loader->error,
-                         "%s: tensor %s: is %s, expected F32, F16 or BF16 for a norm", loader->path,
-                         loader->name, view.type_name);
+                         "%s: tensor %s: is %s, expected F32, F16 or BF16 for a vector",
+                         loader->path, loader->name, view.type_name);
     if (__builtin_add_overflow(loader->vector_floats, count, &loader->vector_floats))
         return error_set(loader->error, "%s: tensor %s: is too large", loader->path, loader->name);
     if (loader->vectors != NULL) {
@@ -457,21 +522,26 @@ static bool load_layer(struct loader *loader, const struct model *model, size_t 
     const size_t kv_rows = model->kv_heads * model->head_dim;
 
     if (model->architecture == MODEL_QWEN3 &&
-        (!load_vector(loader, ROLE_Q_NORM, index, model->head_dim, &layer->q_norm) ||
-         !load_vector(loader, ROLE_K_NORM, index, model->head_dim, &layer->k_norm)))
+        (!load_vector(loader, ROLE_Q_NORM, index, "weight", model->head_dim, &layer->q_norm) ||
+         !load_vector(loader, ROLE_K_NORM, index, "weight", model->head_dim, &layer->k_norm)))
         return false;
-    return load_vector(loader, ROLE_ATTENTION_NORM, index, hidden, &layer->attention_norm) &&
+    if (loader->biases && (!load_vector(loader, ROLE_Q, index, "bias", q_rows, &layer->q_bias) ||
+                           !load_vector(loader, ROLE_K, index, "bias", kv_rows, &layer->k_bias) ||
+                           !load_vector(loader, ROLE_V, index, "bias", kv_rows, &layer->v_bias)))
+        return false;
+    return load_vector(loader, ROLE_ATTENTION_NORM, index, "weight", hidden,
+                       &layer->attention_norm) &&
            load_matrix(loader, ROLE_Q, index, q_rows, hidden, &layer->q) &&
            load_matrix(loader, ROLE_K, index, kv_rows, hidden, &layer->k) &&
            load_matrix(loader, ROLE_V, index, kv_rows, hidden, &layer->v) &&
            load_matrix(loader, ROLE_O, index, hidden, q_rows, &layer->o) &&
-           load_vector(loader, ROLE_FFN_NORM, index, hidden, &layer->ffn_norm) &&
+           load_vector(loader, ROLE_FFN_NORM, index, "weight", hidden, &layer->ffn_norm) &&
            load_matrix(loader, ROLE_GATE, index, intermediate, hidden, &layer->gate) &&
            load_matrix(loader, ROLE_UP, index, intermediate, hidden, &layer->up) &&
            load_matrix(loader, ROLE_DOWN, index, hidden, intermediate, &layer->down);
 }
 
-/* Checks and maps everything; with loader->vectors set it also expands the norms there. */
+/* Checks and maps everything; with loader->vectors set it also expands norms and biases there. */
 static bool load_tensors(struct loader *loader, struct model *model)
 {
     if (!load_matrix(loader, ROLE_TOKEN_EMBEDDING, 0, 0, model->hidden, &model->token_embedding))
@@ -480,7 +550,7 @@ static bool load_tensors(struct loader *loader, struct model *model)
     if (model->vocabulary > INT32_MAX)
         return error_set(loader->error, "%s: tensor %s: %zu rows are more than token ids",
                          loader->path, loader->name, model->vocabulary);
-    if (!load_vector(loader, ROLE_OUTPUT_NORM, 0, model->hidden, &model->output_norm))
+    if (!load_vector(loader, ROLE_OUTPUT_NORM, 0, "weight", model->hidden, &model->output_norm))
         return false;
     if (model->tied_output)
         model->output = model->token_embedding;
@@ -498,12 +568,15 @@ static bool load_tensors(struct loader *loader, struct model *model)
     return true;
 }
 
-/* `tensor_count` of the file bounds what is allocated for layers, and the norms' own tensors, which
- * do not overlap, bound what is allocated for norms. */
+/* `tensor_count` of the file bounds what is allocated for layers, and the vectors' own tensors,
+ * which do not overlap, bound what is allocated for vectors. */
 static bool load_weights(struct model *model, const char *path, size_t tensor_count,
                          bool header_only, struct error *error)
 {
-    struct loader loader = {.files = model->files, .path = path, .error = error};
+    struct loader loader = {.files = model->files,
+                            .path = path,
+                            .error = error,
+                            .biases = model->architecture == MODEL_QWEN2};
 
     if (model->layer_count > tensor_count / MIN_LAYER_TENSORS)
         return error_set(error, "%s: %zu tensors cannot make up %zu layers", path, tensor_count,
@@ -538,6 +611,7 @@ static bool check_gguf_features(struct reader *reader, const struct model *model
         {"logit_scale", NULL},
         {"embedding_scale", NULL},
         {"residual_scale", NULL},
+        {"attention.temperature_scale", NULL},
     };
     size_t size;
     double number;
@@ -587,44 +661,98 @@ static bool check_gguf_features(struct reader *reader, const struct model *model
     return true;
 }
 
+/* A number above 0 where the file has one; 0 in the file says that there is none. */
+static bool read_gguf_option(struct reader *reader, struct field field, double *number)
+{
+    double value;
+
+    if (!reader_has(reader, field))
+        return true;
+    if (!gguf_get_float(reader->gguf, reader->key, &value, reader->error))
+        return false;
+    if (value < 0)
+        return error_set(reader->error, "%s: %s: is %g, expected 0 or a number above it",
+                         reader->path, reader->key, value);
+    if (value > 0)
+        *number = value;
+    return true;
+}
+
+static bool read_gguf_yarn(struct reader *reader, struct model *model)
+{
+    static const struct field original = {"rope.scaling.original_context_length", NULL};
+    static const struct field multiplier = {"rope.scaling.yarn_log_multiplier", NULL};
+    static const struct field magnitude = {"rope.scaling.yarn_attn_factor", NULL};
+    static const struct field beta_fast = {"rope.scaling.yarn_beta_fast", NULL};
+    static const struct field beta_slow = {"rope.scaling.yarn_beta_slow", NULL};
+    static const struct field blend = {"rope.scaling.yarn_ext_factor", NULL};
+    double weight = 0, value, share = 1;
+    size_t context = model->context_length;
+
+    if (reader_has(reader, original) && !reader_size(reader, original, 1, MAX_CONTEXT, &context))
+        return false;
+    model->rope_original_context = (double)context;
+    model->rope_beta_fast = 32;
+    model->rope_beta_slow = 1;
+    if (!read_gguf_option(reader, beta_fast, &model->rope_beta_fast) ||
+        !read_gguf_option(reader, beta_slow, &model->rope_beta_slow) ||
+        !read_gguf_option(reader, multiplier, &weight))
+        return false;
+    if (reader_has(reader, blend)) {
+        if (!gguf_get_float(reader->gguf, reader->key, &share, reader->error))
+            return false;
+        if (share >= 0 && share != 1) /* a negative one says that none is set */
+            return error_set(reader->error, "%s: %s: is %g; only 1 is supported", reader->path,
+                             reader->key, share);
+    }
+    value = yarn_magnitude(model->rope_factor, 1);
+    if (weight > 0)
+        value /= yarn_magnitude(model->rope_factor, weight);
+    if (!read_gguf_option(reader, magnitude, &value))
+        return false;
+    model->rope_magnitude = (float)value;
+    return true;
+}
+
 /* GGUF names no type for Llama 3's scaling: it lists the factors that result. */
 static bool read_gguf_rope(struct reader *reader, struct model *model)
 {
     static const struct field scaling_type = {"rope.scaling.type", NULL};
-    static const struct field scaling_factors[] = {
-        {"rope.scaling.factor", NULL},
-        {"rope.scale_linear", NULL},
-    };
+    static const struct field scaling_factor = {"rope.scaling.factor", NULL};
+    static const struct field older_factor = {"rope.scale_linear", NULL};
+    static const struct field magnitude = {"rope.scaling.attn_factor", NULL};
     const struct gguf_tensor *factors = gguf_tensor(reader->gguf, "rope_freqs.weight");
     struct gguf_string type = {"linear", 6};
-    const float *values = NULL;
-    bool scaled = false;
-    double factor;
+    const float *divisors = NULL;
+    double factor = 1, value = 1;
 
     model->rope_theta = 10000;
+    model->rope_magnitude = 1;
     if (reader_has(reader, field_theta) &&
         !reader_positive(reader, field_theta, &model->rope_theta))
         return false;
-    for (size_t i = 0; i < sizeof scaling_factors / sizeof scaling_factors[0]; i++) {
-        if (!reader_has(reader, scaling_factors[i]))
-            continue;
-        if (!gguf_get_float(reader->gguf, reader->key, &factor, reader->error))
-            return false;
-        scaled = scaled || (factor != 0 && factor != 1);
-    }
+    if (!read_gguf_option(
+            reader, reader_has(reader, scaling_factor) ? scaling_factor : older_factor, &factor))
+        return false;
     if (reader_has(reader, scaling_type) &&
         !gguf_get_string(reader->gguf, reader->key, &type, reader->error))
         return false;
-    if (type.size == 4 && memcmp(type.data, "none", 4) == 0)
-        scaled = false;
-    else if (type.size != 6 || memcmp(type.data, "linear", 6) != 0)
-        scaled = true;
-    if (scaled)
-        return error_set(reader->error,
-                         "%s: %s: %.*s is not supported; supported: none, or the "
-                         "tensor rope_freqs.weight",
-                         reader->path, reader->key, type.size < 40 ? (int)type.size : 40,
-                         type.data);
+    if (gguf_string_is(type, "yarn")) {
+        model->rope_scaling = MODEL_ROPE_YARN;
+        model->rope_factor = factor;
+        if (!read_gguf_yarn(reader, model))
+            return false;
+    } else if (gguf_string_is(type, "linear")) {
+        model->rope_scaling = factor != 1 ? MODEL_ROPE_LINEAR : MODEL_ROPE_PLAIN;
+        model->rope_factor = factor != 1 ? factor : 0;
+    } else if (!gguf_string_is(type, "none")) {
+        return error_set(
+            reader->error, "%s: %s: %.*s is not supported; supported: none, linear, yarn",
+            reader->path, reader->key, type.size < 40 ? (int)type.size : 40, type.data);
+    }
+    if (!read_gguf_option(reader, magnitude, &value))
+        return false;
+    model->rope_magnitude *= (float)value;
 
     if (factors != NULL) {
         if (!factors->known || factors->type != QUANT_F32 ||
@@ -632,25 +760,13 @@ static bool read_gguf_rope(struct reader *reader, struct model *model)
             return error_set(reader->error,
                              "%s: tensor rope_freqs.weight: is not F32 of %zu elements",
                              reader->path, model->head_dim / 2);
-        values = factors->data;
-        model->rope_scaling = MODEL_ROPE_FACTORS;
+        divisors = factors->data;
+        if (model->rope_scaling == MODEL_ROPE_PLAIN)
+            model->rope_scaling = MODEL_ROPE_FACTORS;
     }
-    if (!allocate_frequencies(model, reader->path, reader->error))
-        return false;
-    for (size_t i = 0; i < model->head_dim / 2; i++) {
-        const double divisor = values != NULL ? values[i] : 1;
-
-        if (!(divisor > 0) || !isfinite(divisor))
-            return error_set(reader->error,
-                             "%s: tensor rope_freqs.weight: element %zu is %g, "
-                             "expected a number above 0",
-                             reader->path, i, divisor);
-        if (!set_frequency(reader, model, i, plain_frequency(model, i) / divisor))
-            return false;
-    }
-    /* Conversion to GGUF permutes the rows of Llama's q and k, and not those of Qwen3's. */
+    /* Conversion to GGUF permutes the rows of Llama's q and k, and not those of Qwen's. */
     model->rope_interleaved = model->architecture == MODEL_LLAMA;
-    return true;
+    return set_frequencies(model, divisors, true, reader);
 }
 
 static bool read_gguf_tokens(const struct gguf *gguf, struct model *model, struct error *error)
@@ -711,13 +827,13 @@ static bool open_gguf(const char *path, bool header_only, struct model *model, s
     }
     if (!gguf_get_string(reader.gguf, "general.architecture", &name, error))
         return false;
-    if (!find_architecture(name.data, name.size, &model->architecture))
+    if (!find_architecture(name.data, name.size, &model->architecture) ||
+        model->architecture == MODEL_MISTRAL)
         return error_set(error, "%s: general.architecture: %.*s is not supported; supported: %s",
-                         path, name.size < 60 ? (int)name.size : 60, name.data,
-                         SUPPORTED_ARCHITECTURES);
+                         path, name.size < 60 ? (int)name.size : 60, name.data, GGUF_ARCHITECTURES);
     reader.prefix = architecture_names[model->architecture];
-    if (!read_geometry(&reader, model) || !check_gguf_features(&reader, model) ||
-        !read_gguf_rope(&reader, model))
+    if (!read_geometry(&reader, model) || !read_gguf_rope(&reader, model) ||
+        !check_gguf_features(&reader, model))
         return false;
     model->tied_output = gguf_tensor(reader.gguf, "output.weight") == NULL;
     if (gguf_tensor_count(reader.gguf) > 0) {
@@ -789,12 +905,16 @@ static bool read_flag(struct reader *reader, const char *key, bool *flag)
     return true;
 }
 
+/* Where layers are not listed one by one, a Mistral model has one window for all layers, 4096 if it
+ * names none, and a Qwen model has one for the layers from the max_window_layers-th on, if it says
+ * so. A window that the context does not exceed changes nothing. */
 static bool check_sliding_window(struct reader *reader, const struct model *model)
 {
     static const struct field first_layer = {NULL, "max_window_layers"};
     static const struct field window = {NULL, "sliding_window"};
+    const bool mistral = model->architecture == MODEL_MISTRAL;
     const json_t *types = json_object_get(reader->config, "layer_types");
-    size_t first = 28, size, i;
+    size_t first = mistral ? 0 : 28, size = 4096, i;
     const json_t *type;
     bool enabled;
 
@@ -814,17 +934,20 @@ static bool check_sliding_window(struct reader *reader, const struct model *mode
     }
     if (!read_flag(reader, "use_sliding_window", &enabled))
         return false;
-    if (!enabled || !reader_has(reader, window))
+    if (!(mistral
+              ? json_object_get(reader->config, window.config) == NULL || reader_has(reader, window)
+              : enabled && reader_has(reader, window)))
         return true;
-    if (!reader_size(reader, window, 0, SIZE_MAX, &size))
+    if (reader_has(reader, window) && !reader_size(reader, window, 0, SIZE_MAX, &size))
         return false;
-    if (reader_has(reader, first_layer) && !reader_size(reader, first_layer, 0, SIZE_MAX, &first))
+    if (!mistral && reader_has(reader, first_layer) &&
+        !reader_size(reader, first_layer, 0, SIZE_MAX, &first))
         return false;
     if (first < model->layer_count && size < model->context_length)
         return error_set(reader->error,
-                         "%s: use_sliding_window: sliding-window attention is not "
-                         "supported",
-                         reader->path);
+                         "%s: sliding_window: is %zu, less than the context of %zu; "
+                         "sliding-window attention is not supported",
+                         reader->path, size, model->context_length);
     return true;
 }
 
@@ -838,7 +961,7 @@ static bool check_config_features(struct reader *reader, const struct model *mod
         if (!read_flag(reader, biases[i], &biased))
             return false;
         if (biased)
-            return error_set(reader->error, "%s: %s: biases are not supported", reader->path,
+            return error_set(reader->error, "%s: %s: these biases are not supported", reader->path,
                              biases[i]);
     }
     if (activation != NULL &&
@@ -849,96 +972,183 @@ static bool check_config_features(struct reader *reader, const struct model *mod
     return check_sliding_window(reader, model);
 }
 
-/* A finite number above 0 in the object that config.json calls `name`. */
-static bool read_rope_number(struct reader *reader, const json_t *object, const char *name,
-                             const char *key, double *number)
+/* The object in config.json that tells of RoPE, and what it is called there. */
+struct rope_object {
+    const char *name;
+    const json_t *json; /* NULL: there is none */
+};
+
+/* A finite number above 0. */
+static bool read_rope_number(struct reader *reader, struct rope_object object, const char *key,
+                             double *number)
 {
-    const json_t *value = json_object_get(object, key);
+    const json_t *value = json_object_get(object.json, key);
 
     if (!json_is_number(value) || !(json_number_value(value) > 0) ||
         !isfinite(json_number_value(value)))
         return error_set(reader->error, "%s: %s.%s: is %s, expected a number above 0", reader->path,
-                         name, key, value == NULL ? "missing" : "something else");
+                         object.name, key, value == NULL ? "missing" : "something else");
     *number = json_number_value(value);
+    return true;
+}
+
+/* The same, but absent, null and 0 leave *number as it is. */
+static bool read_rope_option(struct reader *reader, struct rope_object object, const char *key,
+                             double *number)
+{
+    const json_t *value = json_object_get(object.json, key);
+
+    if (value == NULL || json_is_null(value) ||
+        (json_is_number(value) && json_number_value(value) == 0))
+        return true;
+    return read_rope_number(reader, object, key, number);
+}
+
+/* The context before it was stretched, which some files have beside the object. */
+static bool read_rope_context(struct reader *reader, struct rope_object object, struct model *model)
+{
+    static const struct field original = {NULL, "original_max_position_embeddings"};
+    size_t context = model->context_length;
+
+    if (reader_has(reader, original) && !reader_size(reader, original, 1, MAX_CONTEXT, &context))
+        return false;
+    model->rope_original_context = (double)context;
+    return reader_has(reader, original) ||
+           read_rope_option(reader, object, original.config, &model->rope_original_context);
+}
+
+static bool read_config_llama3(struct reader *reader, struct rope_object object,
+                               struct model *model)
+{
+    if (!read_rope_number(reader, object, "factor", &model->rope_factor) ||
+        !read_rope_number(reader, object, "low_freq_factor", &model->rope_low_frequency_factor) ||
+        !read_rope_number(reader, object, "high_freq_factor", &model->rope_high_frequency_factor) ||
+        !read_rope_context(reader, object, model))
+        return false;
+    if (model->rope_high_frequency_factor <= model->rope_low_frequency_factor)
+        return error_set(reader->error,
+                         "%s: %s.high_freq_factor: is %g, expected more than "
+                         "low_freq_factor, %g",
+                         reader->path, object.name, model->rope_high_frequency_factor,
+                         model->rope_low_frequency_factor);
+    return true;
+}
+
+static bool read_config_yarn(struct reader *reader, struct rope_object object, struct model *model,
+                             bool *truncate)
+{
+    const json_t *flag = json_object_get(object.json, "truncate");
+    double weight = 0, all_weight = 0, magnitude;
+
+    if (!read_rope_context(reader, object, model))
+        return false;
+    model->rope_factor = (double)model->context_length / model->rope_original_context;
+    model->rope_beta_fast = 32;
+    model->rope_beta_slow = 1;
+    if (!read_rope_option(reader, object, "factor", &model->rope_factor) ||
+        !read_rope_option(reader, object, "beta_fast", &model->rope_beta_fast) ||
+        !read_rope_option(reader, object, "beta_slow", &model->rope_beta_slow) ||
+        !read_rope_option(reader, object, "mscale", &weight) ||
+        !read_rope_option(reader, object, "mscale_all_dim", &all_weight))
+        return false;
+    if (weight > 0 && all_weight > 0)
+        magnitude = yarn_magnitude(model->rope_factor, weight) /
+                    yarn_magnitude(model->rope_factor, all_weight);
+    else
+        magnitude = yarn_magnitude(model->rope_factor, 1);
+    if (!read_rope_option(reader, object, "attention_factor", &magnitude))
+        return false;
+    model->rope_magnitude = (float)magnitude;
+    if (flag != NULL && !json_is_boolean(flag))
+        return error_set(reader->error, "%s: %s.truncate: is not true or false", reader->path,
+                         object.name);
+    *truncate = !json_is_false(flag);
     return true;
 }
 
 /* Current configurations have one object, `rope_parameters`; older ones have `rope_theta` beside an
  * object `rope_scaling`, in which the type may be called `type`. */
-static bool read_config_rope(struct reader *reader, struct model *model)
+static bool find_config_rope(struct reader *reader, struct rope_object *object,
+                             const char **type_name)
 {
-    const char *name = "rope_parameters";
-    const json_t *scaling = json_object_get(reader->config, name);
     const json_t *part = json_object_get(reader->config, "partial_rotary_factor");
-    const json_t *type;
-    const char *type_name = "default";
+    const json_t *type, *value;
+    const char *key;
 
-    if (scaling == NULL || json_is_null(scaling)) {
-        name = "rope_scaling";
-        scaling = json_object_get(reader->config, name);
+    *object = (struct rope_object){"rope_parameters", NULL};
+    *type_name = "default";
+    object->json = json_object_get(reader->config, object->name);
+    if (object->json == NULL || json_is_null(object->json)) {
+        object->name = "rope_scaling";
+        object->json = json_object_get(reader->config, object->name);
     }
-    if (scaling != NULL && !json_is_null(scaling) && !json_is_object(scaling))
-        return error_set(reader->error, "%s: %s: is not an object", reader->path, name);
+    if (object->json != NULL && !json_is_null(object->json) && !json_is_object(object->json))
+        return error_set(reader->error, "%s: %s: is not an object", reader->path, object->name);
+    json_object_foreach((json_t *)object->json, key, value)
+    {
+        if (json_is_object(value))
+            return error_set(reader->error,
+                             "%s: %s.%.40s: RoPE that differs by layer is not supported",
+                             reader->path, object->name, key);
+    }
 
-    type = json_object_get(scaling, "rope_type");
+    type = json_object_get(object->json, "rope_type");
     if (type == NULL)
-        type = json_object_get(scaling, "type");
+        type = json_object_get(object->json, "type");
     if (type != NULL && !json_is_string(type))
-        return error_set(reader->error, "%s: %s.rope_type: is not a string", reader->path, name);
+        return error_set(reader->error, "%s: %s.rope_type: is not a string", reader->path,
+                         object->name);
     if (type != NULL)
-        type_name = json_string_value(type);
-    else if (json_object_size(scaling) > 0 && strcmp(name, "rope_scaling") == 0)
-        return error_set(reader->error, "%s: %s.rope_type: is missing", reader->path, name);
+        *type_name = json_string_value(type);
+    else if (json_object_size(object->json) > 0 && strcmp(object->name, "rope_scaling") == 0)
+        return error_set(reader->error, "%s: %s.rope_type: is missing", reader->path, object->name);
 
-    model->rope_theta = 10000;
-    if (json_object_get(scaling, "rope_theta") != NULL) {
-        if (!read_rope_number(reader, scaling, name, "rope_theta", &model->rope_theta))
-            return false;
-    } else if (reader_has(reader, field_theta) &&
-               !reader_positive(reader, field_theta, &model->rope_theta)) {
-        return false;
-    }
-    if (json_object_get(scaling, "partial_rotary_factor") != NULL)
-        part = json_object_get(scaling, "partial_rotary_factor");
+    if (json_object_get(object->json, "partial_rotary_factor") != NULL)
+        part = json_object_get(object->json, "partial_rotary_factor");
     if (part != NULL && !json_is_null(part) && json_number_value(part) != 1)
         return error_set(reader->error,
                          "%s: partial_rotary_factor: RoPE over a part of the head "
                          "is not supported",
                          reader->path);
+    return true;
+}
 
-    if (strcmp(type_name, "llama3") == 0) {
-        model->rope_scaling = MODEL_ROPE_LLAMA3;
-        if (!read_rope_number(reader, scaling, name, "factor", &model->rope_factor) ||
-            !read_rope_number(reader, scaling, name, "low_freq_factor",
-                              &model->rope_low_frequency_factor) ||
-            !read_rope_number(reader, scaling, name, "high_freq_factor",
-                              &model->rope_high_frequency_factor) ||
-            !read_rope_number(reader, scaling, name, "original_max_position_embeddings",
-                              &model->rope_original_context))
+static bool read_config_rope(struct reader *reader, struct model *model)
+{
+    struct rope_object object;
+    const char *type;
+    bool truncate = true;
+
+    if (!find_config_rope(reader, &object, &type))
+        return false;
+    model->rope_theta = 10000;
+    model->rope_magnitude = 1;
+    if (json_object_get(object.json, "rope_theta") != NULL) {
+        if (!read_rope_number(reader, object, "rope_theta", &model->rope_theta))
             return false;
-        if (model->rope_high_frequency_factor <= model->rope_low_frequency_factor)
-            return error_set(reader->error,
-                             "%s: %s.high_freq_factor: is %g, expected more than "
-                             "low_freq_factor, %g",
-                             reader->path, name, model->rope_high_frequency_factor,
-                             model->rope_low_frequency_factor);
-    } else if (strcmp(type_name, "default") != 0) {
+    } else if (reader_has(reader, field_theta) &&
+               !reader_positive(reader, field_theta, &model->rope_theta)) {
+        return false;
+    }
+    if (strcmp(type, "linear") == 0) {
+        model->rope_scaling = MODEL_ROPE_LINEAR;
+        if (!read_rope_number(reader, object, "factor", &model->rope_factor))
+            return false;
+    } else if (strcmp(type, "llama3") == 0) {
+        model->rope_scaling = MODEL_ROPE_LLAMA3;
+        if (!read_config_llama3(reader, object, model))
+            return false;
+    } else if (strcmp(type, "yarn") == 0) {
+        model->rope_scaling = MODEL_ROPE_YARN;
+        if (!read_config_yarn(reader, object, model, &truncate))
+            return false;
+    } else if (strcmp(type, "default") != 0) {
         return error_set(reader->error,
                          "%s: %s.rope_type: %.40s is not supported; supported: "
-                         "default, llama3",
-                         reader->path, name, type_name);
+                         "default, linear, llama3, yarn",
+                         reader->path, object.name, type);
     }
-    if (!allocate_frequencies(model, reader->path, reader->error))
-        return false;
-    for (size_t i = 0; i < model->head_dim / 2; i++) {
-        const double plain = plain_frequency(model, i);
-
-        if (!set_frequency(reader, model, i,
-                           model->rope_scaling == MODEL_ROPE_LLAMA3 ? llama3_frequency(model, plain)
-                                                                    : plain))
-            return false;
-    }
-    return true;
+    return set_frequencies(model, NULL, truncate, reader);
 }
 
 /* One token id, or for `eos_token_id` also a list of them; null names none. */
@@ -1044,11 +1254,11 @@ static bool open_folder(const char *folder, bool header_only, struct model *mode
     }
     if (!find_architecture(name, strlen(name), &model->architecture)) {
         error_set(error, "%s: model_type: %.60s is not supported; supported: %s", config_path, name,
-                  SUPPORTED_ARCHITECTURES);
+                  CONFIG_ARCHITECTURES);
         goto out;
     }
-    if (!read_geometry(&reader, model) || !check_config_features(&reader, model) ||
-        !read_config_rope(&reader, model) ||
+    if (!read_geometry(&reader, model) || !read_config_rope(&reader, model) ||
+        !check_config_features(&reader, model) ||
         !read_flag(&reader, "tie_word_embeddings", &model->tied_output) ||
         !open_safetensors(folder, model, error))
         goto out;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Model files: hyperparameters and mapped weights of Llama and Qwen3 transformers. */
+/* Model files: hyperparameters and mapped weights of Llama, Mistral, Qwen2 and Qwen3 transformers.
+ */
 #ifndef PUZZLEKV_TOOLS_RUNNER_MODEL_H
 #define PUZZLEKV_TOOLS_RUNNER_MODEL_H
 
@@ -11,11 +12,13 @@
 #include "file_map.h"
 #include "quant.h"
 
-enum model_architecture { MODEL_LLAMA, MODEL_QWEN3 };
+enum model_architecture { MODEL_LLAMA, MODEL_MISTRAL, MODEL_QWEN2, MODEL_QWEN3 };
 
 enum model_rope_scaling {
     MODEL_ROPE_PLAIN,
+    MODEL_ROPE_LINEAR,  /* all frequencies divided by one factor */
     MODEL_ROPE_LLAMA3,  /* frequencies changed by wavelength, as Llama 3.1 does */
+    MODEL_ROPE_YARN,    /* frequencies changed by pair, and attention sharpened */
     MODEL_ROPE_FACTORS, /* each frequency divided by a factor that the file lists */
 };
 
@@ -28,11 +31,14 @@ struct weight {
     const void *data; /* aligned to the type's widest field */
 };
 
-/* Norm vectors are expanded to f32 and owned by the model. */
+/* Norms and biases are expanded to f32 and owned by the model. */
 struct model_layer {
     const float *attention_norm; /* [hidden] */
-    const float *q_norm;         /* [head_dim], for each head before RoPE; NULL for Llama */
+    const float *q_norm;         /* [head_dim], for each head before RoPE; NULL but for Qwen3 */
     const float *k_norm;         /* [head_dim], likewise */
+    const float *q_bias;         /* [query_heads * head_dim]; NULL but for Qwen2 */
+    const float *k_bias;         /* [kv_heads * head_dim], likewise */
+    const float *v_bias;         /* [kv_heads * head_dim], likewise */
     const float *ffn_norm;       /* [hidden] */
     struct weight q;             /* [query_heads * head_dim, hidden] */
     struct weight k;             /* [kv_heads * head_dim, hidden] */
@@ -53,15 +59,17 @@ struct model {
     size_t kv_heads;
     size_t head_dim;       /* even, 8 .. 512; query_heads * head_dim need not be hidden */
     size_t vocabulary;     /* rows of the output matrix and of the embedding */
-    size_t context_length; /* positions the model was made for */
+    size_t context_length; /* positions the model was made for, or YaRN stretches it to */
     float rms_epsilon;
     bool tied_output; /* output is the token embedding */
 
     double rope_theta;
     enum model_rope_scaling rope_scaling;
-    /* MODEL_ROPE_LLAMA3 only, else 0. */
-    double rope_factor, rope_low_frequency_factor, rope_high_frequency_factor;
-    double rope_original_context;
+    double rope_factor; /* of LINEAR, LLAMA3 and YARN, else 0 */
+    double rope_low_frequency_factor, rope_high_frequency_factor; /* of LLAMA3, else 0 */
+    double rope_original_context;                                 /* of LLAMA3 and YARN, else 0 */
+    double rope_beta_fast, rope_beta_slow;                        /* of YARN, else 0 */
+    float rope_magnitude; /* what cosines and sines are multiplied by; 1 but for YaRN */
     /* Which elements of a head form pair i, turned by position * rope_inverse_frequencies[i]:
      * 2i and 2i + 1 if interleaved (Llama in GGUF, whose q and k rows are permuted for it), else i
      * and i + head_dim / 2. */
@@ -87,10 +95,10 @@ struct model {
  * generation_config.json). Checks every hyperparameter and the shape and type of every tensor used;
  * an error names the file and the field or tensor, and *model is NULL. What would compute something
  * else than asked is refused by name: other architectures, an active sliding window, mixtures of
- * experts, biases, other RoPE scalings. Weights stay mapped and are not read. */
+ * experts, other biases, other RoPE scalings. Weights stay mapped and are not read. */
 bool model_open(const char *path, struct model **model, struct error *error);
 
-/* The same checks without reading any tensor's contents: norms are NULL. */
+/* The same checks without reading any tensor's contents: norms and biases are NULL. */
 bool model_open_header(const char *path, struct model **model, struct error *error);
 
 /* Accepts NULL. */
@@ -103,7 +111,7 @@ bool model_check_ids(const struct model *model, const char *path, const int32_t 
 /* The mapped file that holds the weights. */
 const struct file_map *model_weights_file(const struct model *model);
 
-/* "llama" or "qwen3". */
+/* "llama", "mistral", "qwen2" or "qwen3". */
 const char *model_architecture_name(enum model_architecture architecture);
 
 #endif

@@ -167,8 +167,8 @@ static void embed(struct transformer *t, const int32_t *tokens, size_t count, si
         for (size_t i = 0; i < pairs; i++) {
             double angle = (double)(position + row) * m->rope_inverse_frequencies[i];
 
-            t->cosine[row * pairs + i] = (float)cos(angle);
-            t->sine[row * pairs + i] = (float)sin(angle);
+            t->cosine[row * pairs + i] = (float)cos(angle) * m->rope_magnitude;
+            t->sine[row * pairs + i] = (float)sin(angle) * m->rope_magnitude;
         }
     }
 }
@@ -183,15 +183,25 @@ static void norm_rows(struct transformer *t, size_t first, size_t rows, const fl
                  t->normed + row * hidden);
 }
 
-/* QK-norm where the model has it, then RoPE. */
-static void position_heads(struct transformer *t, size_t first, size_t rows,
-                           const struct model_layer *layer)
+static void add_bias(float *x, const float *bias, size_t n)
+{
+    for (size_t i = 0; bias != NULL && i < n; i++)
+        x[i] += bias[i];
+}
+
+/* Biases and QK-norm where the model has them, then RoPE. */
+static void finish_heads(struct transformer *t, size_t first, size_t rows,
+                         const struct model_layer *layer)
 {
     const struct model *m = t->model;
     size_t d = m->head_dim, pairs = d / 2;
+    size_t query = m->query_heads * d, kv = m->kv_heads * d;
 
 #pragma omp parallel for num_threads(t->options.threads) if (rows > 8)
     for (size_t row = first; row < first + rows; row++) {
+        add_bias(t->q + row * query, layer->q_bias, query);
+        add_bias(t->k + row * kv, layer->k_bias, kv);
+        add_bias(t->v + row * kv, layer->v_bias, kv);
         for (size_t h = 0; h < m->query_heads + m->kv_heads; h++) {
             bool is_query = h < m->query_heads;
             float *head = is_query ? t->q + (row * m->query_heads + h) * d
@@ -222,7 +232,7 @@ static bool project_heads(struct transformer *t, const struct model_layer *layer
         };
         if (!products_multiply(t->products, t->normed, m->hidden, end - first, list, 3, error))
             return false;
-        position_heads(t, first, end - first, layer);
+        finish_heads(t, first, end - first, layer);
     }
     return true;
 }
