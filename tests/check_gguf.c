@@ -172,7 +172,7 @@ static void check_sample(const struct gguf *gguf)
     ck_assert(memcmp(tensor->data, writer.data.data + 128, tensor->size) == 0);
     ck_assert_ptr_null(gguf_tensor(gguf, "missing"));
     ck_assert_ptr_null(gguf_tensor(gguf, "matri"));
-    ck_assert_str_eq(gguf_file(gguf)->path, path);
+    ck_assert_str_eq(gguf_path(gguf), path);
 }
 
 START_TEST(reads_versions_2_and_3)
@@ -245,6 +245,125 @@ START_TEST(keeps_tensors_of_unknown_types)
     ck_assert_ptr_null(tensor->data);
     ck_assert_uint_eq(tensor->size, 0);
     gguf_close(gguf);
+}
+END_TEST
+
+/* --- split models ----------------------------------------------------------------------------- */
+
+static char part_paths[3][TESTS_FOLDER_BYTES + 32];
+
+/* What a part says; a member of -1 is left out. */
+struct part {
+    int number, count, total;
+};
+
+static void write_part(const char *part_path, struct part part, const char *const *tensors)
+{
+    const uint16_t number = (uint16_t)part.number, count = (uint16_t)part.count;
+    const int32_t total = part.total;
+
+    gguf_writer_string(&writer, "part", part_path);
+    if (part.number >= 0)
+        gguf_writer_value(&writer, "split.no", GGUF_UINT16, &number, sizeof number);
+    if (part.count >= 0)
+        gguf_writer_value(&writer, "split.count", GGUF_UINT16, &count, sizeof count);
+    if (part.total >= 0)
+        gguf_writer_value(&writer, "split.tensors.count", GGUF_INT32, &total, sizeof total);
+    for (; *tensors != NULL; tensors++)
+        gguf_writer_tensor(&writer, *tensors, 0, 4, 0, NULL);
+    gguf_writer_save(&writer, part_path);
+    gguf_writer_free(&writer);
+    gguf_writer_start(&writer);
+}
+
+/* Three parts with 0, 2 and 1 tensors; one of them says `odd`. */
+static void write_parts(int odd_index, struct part odd)
+{
+    static const char *const none[] = {NULL}, *const two[] = {"b", "d", NULL},
+                             *const one[] = {"a", NULL};
+    const char *const *tensors[] = {none, two, one};
+
+    for (int i = 0; i < 3; i++) {
+        snprintf(part_paths[i], sizeof part_paths[i], "%s/m-0000%d-of-00003.gguf", folder, i + 1);
+        write_part(part_paths[i], i == odd_index ? odd : (struct part){i, 3, 3}, tensors[i]);
+    }
+}
+
+static void expect_bad_parts(int odd_index, struct part odd, int named, const char *what)
+{
+    struct gguf *gguf;
+
+    write_parts(odd_index, odd);
+    ck_assert(!gguf_open(part_paths[0], &gguf, &error));
+    ck_assert_ptr_null(gguf);
+    tests_check_error(error.text, part_paths[named], what);
+}
+
+START_TEST(reads_split_models)
+{
+    static const char *const names[] = {"a", "b", "d"};
+    static const int places[] = {2, 1, 1};
+    struct gguf_string string;
+    struct gguf *gguf;
+
+    write_parts(-1, (struct part){0});
+    ck_assert_msg(gguf_open(part_paths[0], &gguf, &error), "%s", error.text);
+    ck_assert_uint_eq(gguf_tensor_count(gguf), 3);
+    ck_assert_str_eq(gguf_path(gguf), part_paths[0]);
+    ck_assert(gguf_get_string(gguf, "part", &string, &error));
+    ck_assert(gguf_string_is(string, part_paths[0]));
+    for (size_t i = 0; i < 3; i++) {
+        const struct gguf_tensor *tensor = gguf_tensor(gguf, names[i]);
+        const float *values;
+
+        ck_assert_ptr_nonnull(tensor);
+        ck_assert_str_eq(tensor->file->path, part_paths[places[i]]);
+        values = tensor->data;
+        ck_assert(values[3] > 0.8f && values[3] < 1.2f);
+    }
+    ck_assert_ptr_null(gguf_tensor(gguf, "c"));
+    gguf_prefetch(gguf);
+    gguf_close(gguf);
+}
+END_TEST
+
+START_TEST(refuses_bad_splits)
+{
+    static const char *const again[] = {"b", NULL};
+    struct gguf *gguf;
+
+    write_parts(-1, (struct part){0});
+    ck_assert(!gguf_open(part_paths[1], &gguf, &error));
+    tests_check_error(error.text, part_paths[1],
+                      "split.no: is 1, expected 0 for this part of 3; a split model is opened by "
+                      "its first part");
+    ck_assert_int_eq(rename(part_paths[0], path), 0);
+    expect_failure("split.count: is 3, but the name does not end in -00001-of-00003.gguf");
+
+    expect_bad_parts(0, (struct part){-1, 3, 3}, 0, "split.no: is missing");
+    expect_bad_parts(0, (struct part){0, 3, -1}, 0, "split.tensors.count: is missing");
+    expect_bad_parts(0, (struct part){0, 3, 4}, 0,
+                     "split.tensors.count: is 4, but the parts have 3");
+    expect_bad_parts(0, (struct part){0, 65535, 3}, 0, "split.count: is 65535, but the name");
+    expect_bad_parts(1, (struct part){2, 3, 3}, 1, "split.no: is 2, expected 1 for this part of 3");
+    expect_bad_parts(2, (struct part){0, 3, 3}, 2, "split.no: is 0, expected 2 for this part of 3");
+    expect_bad_parts(2, (struct part){2, 2, 3}, 2, "split.count: is 2, but the first part has 3");
+    expect_bad_parts(2, (struct part){2, -1, 3}, 2, "split.count: is missing");
+
+    write_part(part_paths[2], (struct part){2, 3, 3}, again);
+    ck_assert(!gguf_open(part_paths[0], &gguf, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "tensor b: appears twice"));
+    write_file(part_paths[2], "GGUF", 4);
+    ck_assert(!gguf_open(part_paths[0], &gguf, &error));
+    tests_check_error(error.text, part_paths[2], "truncated");
+    unlink(part_paths[1]);
+    ck_assert(!gguf_open(part_paths[0], &gguf, &error));
+    tests_check_error(error.text, part_paths[1], "No such file");
+
+    gguf_writer_uint(&writer, "split.count", 100000);
+    expect_bad_then_restart("split.count: is 100000, expected at most 99999");
+    gguf_writer_string(&writer, "split.count", "2");
+    expect_bad_then_restart("split.count: is STRING, expected an integer");
 }
 END_TEST
 
@@ -638,6 +757,8 @@ int main(void)
     tcase_add_test(test_case, reads_other_alignments);
     tcase_add_test(test_case, reads_files_without_tensors);
     tcase_add_test(test_case, keeps_tensors_of_unknown_types);
+    tcase_add_test(test_case, reads_split_models);
+    tcase_add_test(test_case, refuses_bad_splits);
     tcase_add_test(test_case, getters_check_types);
     tcase_add_test(test_case, integers_keep_their_sign);
     tcase_add_test(test_case, refuses_what_is_not_a_file);

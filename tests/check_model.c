@@ -199,6 +199,21 @@ START_TEST(opens_tiny_qwen3)
 }
 END_TEST
 
+START_TEST(opens_several_files)
+{
+    struct model *model = open_good(tests_path("models/mistral"));
+
+    ck_assert_int_eq(model->architecture, MODEL_MISTRAL);
+    ck_assert_uint_eq(model->layer_count, 2);
+    check_weight(&model->layers[0].q, QUANT_BF16, 128, 64);
+    check_weight(&model->layers[1].down, QUANT_BF16, 64, 96);
+    ck_assert_uint_eq(model->end_token_count, 2);
+    ck_assert_int_eq(model->end_tokens[0], 2);
+    ck_assert_int_eq(model->end_tokens[1], 5);
+    model_close(model);
+}
+END_TEST
+
 START_TEST(header_has_shapes_but_no_norms)
 {
     struct model *model;
@@ -348,6 +363,51 @@ START_TEST(computes_yarn)
             check_frequency(model, 4 * j, (double)cases[i].frequencies[j]);
         model_close(model);
     }
+}
+END_TEST
+
+/* As writers of 2022 left it: a header without the spaces that align what follows. */
+START_TEST(copies_what_is_not_aligned)
+{
+    json_t *config = load_config("tiny-qwen3");
+    struct model *expected = open_good(tests_path("tiny-qwen3"));
+    struct model *model;
+    struct bytes file = {0};
+    struct stat status;
+    unsigned char *old;
+    uint64_t header;
+    FILE *stream;
+
+    ck_assert_int_eq(stat(tests_path("tiny-qwen3/model.safetensors"), &status), 0);
+    old = tests_allocate((size_t)status.st_size, 1);
+    stream = fopen(tests_path("tiny-qwen3/model.safetensors"), "rb");
+    ck_assert_uint_eq(fread(old, (size_t)status.st_size, 1, stream), 1);
+    fclose(stream);
+    memcpy(&header, old, sizeof header);
+    bytes_u64(&file, header + 1);
+    bytes_append(&file, old + 8, header);
+    bytes_append(&file, " ", 1);
+    bytes_append(&file, old + 8 + header, (size_t)status.st_size - 8 - header);
+    free(old);
+    write_file(tensors_path, file.data, file.size);
+    bytes_free(&file);
+    ck_assert_int_eq(json_dump_file(config, config_path, 0), 0);
+    json_decref(config);
+
+    model = open_good(folder);
+    for (size_t i = 0; i < model->layer_count; i++) {
+        const struct weight *copy = &model->layers[i].down, *original = &expected->layers[i].down;
+
+        ck_assert_uint_eq((uintptr_t)copy->data % sizeof(uint16_t), 0);
+        ck_assert(memcmp(copy->data, original->data, copy->rows * copy->row_bytes) == 0);
+        ck_assert(memcmp(model->layers[i].q_norm, expected->layers[i].q_norm,
+                         model->head_dim * sizeof(float)) == 0);
+    }
+    ck_assert_ptr_eq(model->output.data, model->token_embedding.data);
+    model_close(model);
+    ck_assert_msg(model_open_header(folder, &model, &error), "%s", error.text);
+    model_close(model);
+    model_close(expected);
 }
 END_TEST
 
@@ -596,7 +656,7 @@ START_TEST(refuses_broken_folders)
     ck_assert_int_eq(json_dump_file(config, config_path, 0), 0);
     expect_failure(folder, "/model.safetensors: ", "No such file");
     write_file(index_path, "{}", 2);
-    expect_failure(folder, "/model.safetensors.index.json: ", "split over several files");
+    expect_failure(folder, "/model.safetensors.index.json: ", "weight_map: is not an object");
     write_file(tensors_path, "12345", 5);
     expect_failure(folder, "/model.safetensors: ", "truncated");
     json_decref(config);
@@ -932,6 +992,42 @@ START_TEST(scales_gguf_rope)
 }
 END_TEST
 
+/* All tensors in the second part, as some tools write it. */
+START_TEST(opens_split_gguf)
+{
+    static const uint16_t numbers[] = {0, 1, 2};
+    const struct recipe recipe = {.type = 8};
+    char first[sizeof gguf_path + 16], second[sizeof gguf_path + 16];
+    const int32_t total = 21;
+    struct model *model;
+
+    snprintf(first, sizeof first, "%s/m-00001-of-00002.gguf", folder);
+    snprintf(second, sizeof second, "%s/m-00002-of-00002.gguf", folder);
+    write_metadata(&recipe);
+    gguf_writer_value(&writer, "split.no", GGUF_UINT16, &numbers[0], 2);
+    gguf_writer_value(&writer, "split.count", GGUF_UINT16, &numbers[2], 2);
+    gguf_writer_value(&writer, "split.tensors.count", GGUF_INT32, &total, 4);
+    gguf_writer_save(&writer, first);
+    restart();
+    write_model(&recipe);
+    gguf_writer_value(&writer, "split.no", GGUF_UINT16, &numbers[1], 2);
+    gguf_writer_value(&writer, "split.count", GGUF_UINT16, &numbers[2], 2);
+    gguf_writer_save(&writer, second);
+    model = open_good(first);
+    check_weight(&model->layers[1].down, QUANT_Q8_0, 64, 96);
+    ck_assert_float_gt(model->layers[1].ffn_norm[63], 0.8f);
+    model_close(model);
+    restart();
+
+    write_model(&(struct recipe){.type = 8, .enlarge = "blk.1.ffn_up.weight"});
+    gguf_writer_value(&writer, "split.no", GGUF_UINT16, &numbers[1], 2);
+    gguf_writer_value(&writer, "split.count", GGUF_UINT16, &numbers[2], 2);
+    gguf_writer_save(&writer, second);
+    ck_assert(!model_open(first, &model, &error));
+    tests_check_error(error.text, second, "tensor blk.1.ffn_up.weight: is 97 x 64");
+}
+END_TEST
+
 START_TEST(derives_absent_gguf_values)
 {
     struct recipe recipe = {.omit = "attention.key_length"};
@@ -1151,7 +1247,7 @@ START_TEST(refuses_unsupported_gguf_features)
     expect_bad_uint("llama.attention.value_length", 32,
                     "value_length: is 32, but the keys have 16");
     expect_bad_uint("llama.rope.dimension_count", 8, "dimension_count: is 8 of a head of 16");
-    expect_bad_uint("split.count", 2, "split.count: is 2; models split");
+    expect_bad_uint("split.count", 2, "split.no: is missing");
     expect_bad_string("llama.expert_count", "8", "llama.expert_count: is STRING, expected an int");
     expect_bad_string(
         "llama.rope.scaling.type", "longrope",
@@ -1212,9 +1308,11 @@ int main(void)
     tcase_add_checked_fixture(test_case, setup, teardown);
     tcase_add_test(test_case, opens_tiny_llama3);
     tcase_add_test(test_case, opens_tiny_qwen3);
+    tcase_add_test(test_case, opens_several_files);
     tcase_add_test(test_case, header_has_shapes_but_no_norms);
     tcase_add_test(test_case, reads_older_rope_spellings);
     tcase_add_test(test_case, computes_yarn);
+    tcase_add_test(test_case, copies_what_is_not_aligned);
     tcase_add_test(test_case, reads_end_tokens_from_both_files);
     tcase_add_test(test_case, tolerates_inactive_features);
     tcase_add_test(test_case, refuses_bad_configs);
@@ -1227,6 +1325,7 @@ int main(void)
     tcase_add_test(test_case, opens_gguf_qwen3);
     tcase_add_test(test_case, opens_gguf_qwen2);
     tcase_add_test(test_case, scales_gguf_rope);
+    tcase_add_test(test_case, opens_split_gguf);
     tcase_add_test(test_case, derives_absent_gguf_values);
     tcase_add_test(test_case, applies_gguf_rope_factors);
     tcase_add_test(test_case, tolerates_inactive_gguf_features);

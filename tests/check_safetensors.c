@@ -77,7 +77,7 @@ START_TEST(reads_tensors)
     write_tensors(sample, 24);
     ck_assert_msg(safetensors_open(path, &file, &error), "%s", error.text);
     ck_assert_uint_eq(safetensors_count(file), 5);
-    ck_assert_str_eq(safetensors_file(file)->path, path);
+    ck_assert_str_eq(safetensors_path(file), path);
 
     tensor = safetensors_tensor(file, "a");
     ck_assert_ptr_nonnull(tensor);
@@ -171,9 +171,9 @@ END_TEST
 
 START_TEST(refuses_bad_json)
 {
-    expect_bad("{\"a\":", 0, "the header is not valid JSON");
-    expect_bad("", 0, "the header is not valid JSON");
-    expect_bad("[]", 0, "the header is not a JSON object");
+    expect_bad("{\"a\":", 0, "the header: line 1: is not valid JSON");
+    expect_bad("", 0, "the header: line 1: is not valid JSON");
+    expect_bad("[]", 0, "the header: is not a JSON object");
     expect_bad("{\"a\":1}", 0, "tensor a: is not a JSON object");
     expect_bad("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
                "\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}",
@@ -221,9 +221,112 @@ START_TEST(refuses_holes_and_overlaps)
     expect_bad("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
                "\"b\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[4,12]}}",
                12, "tensor b: data_offsets begin at 4, expected 8");
-    expect_bad("{\"a\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[0,3]},"
-               "\"b\":{\"dtype\":\"F16\",\"shape\":[1],\"data_offsets\":[3,5]}}",
-               5, "tensor b: its data begin at byte");
+}
+END_TEST
+
+START_TEST(reads_what_is_not_aligned)
+{
+    const struct safetensors_tensor *tensor;
+    struct safetensors *file;
+
+    write_tensors("{\"a\":{\"dtype\":\"F16\",\"shape\":[1],\"data_offsets\":[0,2]},"
+                  "\"b\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[2,5]},"
+                  "\"c\":{\"dtype\":\"F16\",\"shape\":[1],\"data_offsets\":[5,7]}}",
+                  7);
+    ck_assert_msg(safetensors_open(path, &file, &error), "%s", error.text);
+    ck_assert(safetensors_tensor(file, "a")->aligned);
+    tensor = safetensors_tensor(file, "c");
+    ck_assert(!tensor->aligned);
+    ck_assert(memcmp(tensor->data, "\5\6", 2) == 0);
+    safetensors_close(file);
+}
+END_TEST
+
+/* --- several files and their index ------------------------------------------------------------ */
+
+static char index_path[TESTS_FOLDER_BYTES + 32];
+
+static void write_index(const char *text)
+{
+    snprintf(index_path, sizeof index_path, "%s/index.json", folder);
+    write_file(index_path, text, strlen(text));
+}
+
+static void expect_bad_index(const char *text, const char *what)
+{
+    struct safetensors *files = (struct safetensors *)&error;
+
+    write_index(text);
+    ck_assert(!safetensors_open_index(index_path, &files, &error));
+    ck_assert_ptr_null(files);
+    tests_check_error(error.text, folder, what);
+}
+
+/* a and b in model.safetensors, c and another b in other.safetensors. */
+static void write_two(void)
+{
+    char first[sizeof path];
+
+    write_tensors("{\"b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
+                  "\"c\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[1,5]}}",
+                  5);
+    memcpy(first, path, sizeof path);
+    snprintf(path, sizeof path, "%s/other.safetensors", folder);
+    ck_assert_int_eq(rename(first, path), 0);
+    memcpy(path, first, sizeof path);
+    write_tensors("{\"a\":{\"dtype\":\"F16\",\"shape\":[2],\"data_offsets\":[0,4]},"
+                  "\"b\":{\"dtype\":\"F16\",\"shape\":[1],\"data_offsets\":[4,6]}}",
+                  6);
+}
+
+START_TEST(reads_an_index)
+{
+    struct safetensors *files;
+
+    write_two();
+    write_index("{\"metadata\":{\"total_size\":10},\"weight_map\":{\"c\":\"other.safetensors\","
+                "\"b\":\"model.safetensors\",\"a\":\"model.safetensors\"}}");
+    ck_assert_msg(safetensors_open_index(index_path, &files, &error), "%s", error.text);
+    ck_assert_uint_eq(safetensors_count(files), 3);
+    ck_assert_str_eq(safetensors_path(files), index_path);
+    ck_assert_str_eq(safetensors_tensor(files, "a")->file->path, path);
+    ck_assert_str_eq(safetensors_tensor(files, "b")->dtype, "F16");
+    ck_assert_str_ne(safetensors_tensor(files, "c")->file->path, path);
+    ck_assert(!safetensors_tensor(files, "c")->aligned);
+    ck_assert_ptr_null(safetensors_tensor(files, "d"));
+    safetensors_prefetch(files);
+    safetensors_close(files);
+}
+END_TEST
+
+START_TEST(refuses_bad_indices)
+{
+    char name[300], text[400];
+
+    write_two();
+    expect_bad_index("", "index.json: is empty");
+    expect_bad_index("{", "index.json: line 1: is not valid JSON");
+    expect_bad_index("[]", "index.json: is not a JSON object");
+    expect_bad_index("{}", "index.json: weight_map: is not an object that names tensors");
+    expect_bad_index("{\"weight_map\":[]}", "weight_map: is not an object");
+    expect_bad_index("{\"weight_map\":{}}", "weight_map: is not an object");
+    expect_bad_index("{\"weight_map\":{\"a\":1}}", "tensor a: is not the name of a file");
+    expect_bad_index("{\"weight_map\":{\"a\":\"\"}}", "weight_map:  is not the name of a file");
+    expect_bad_index("{\"weight_map\":{\"a\":\"../x\"}}", "weight_map: ../x is not the name of a");
+    expect_bad_index("{\"weight_map\":{\"a\":\"/dev/zero\"}}", "/dev/zero is not the name of a");
+    expect_bad_index("{\"weight_map\":{\"a\":\"..\"}}", "..: is a directory");
+    expect_bad_index("{\"weight_map\":{\"a\":\"none\"}}", "/none: No such file");
+    expect_bad_index("{\"weight_map\":{\"a\":\"index.json\"}}", "index.json: the header length");
+    expect_bad_index("{\"weight_map\":{\"a\":\"model.safetensors\",\"d\":\"model.safetensors\"}}",
+                     "weight_map: tensor d is not in model.safetensors");
+    expect_bad_index("{\"weight_map\":{\"a\":\"other.safetensors\"}}",
+                     "weight_map: tensor a is not in other.safetensors");
+    expect_bad_index("{\"weight_map\":{\"a\":\"model.safetensors\",\"a\":\"other.safetensors\"}}",
+                     "duplicate");
+    memset(name, 'x', sizeof name - 1);
+    name[sizeof name - 1] = '\0';
+    snprintf(text, sizeof text, "{\"weight_map\":{\"a\":\"%s\"}}", name);
+    expect_bad_index(text, "File name too long");
 }
 END_TEST
 
@@ -241,6 +344,9 @@ int main(void)
     tcase_add_test(test_case, refuses_bad_json);
     tcase_add_test(test_case, refuses_bad_entries);
     tcase_add_test(test_case, refuses_holes_and_overlaps);
+    tcase_add_test(test_case, reads_what_is_not_aligned);
+    tcase_add_test(test_case, reads_an_index);
+    tcase_add_test(test_case, refuses_bad_indices);
     suite_add_tcase(suite, test_case);
     return tests_run(suite);
 }

@@ -19,7 +19,8 @@
 static const char *const models[] = {"tiny-llama3", "tiny-qwen3"};
 
 /* One for each way in which an architecture can differ. */
-static const char *const variants[] = {"models/qwen2", "models/llama-linear", "models/llama-yarn"};
+static const char *const variants[] = {"models/qwen2", "models/mistral", "models/llama-linear",
+                                       "models/llama-yarn"};
 #define VARIANTS (sizeof variants / sizeof variants[0])
 
 struct setup {

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "options.h"
+#include "runner/file_map.h"
 
 /* Rows are written as they lie in memory. */
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a little-endian machine");
@@ -122,19 +123,19 @@ static bool print_document(const struct eval_arguments *arguments, const struct 
 }
 
 /* Opens -o for writing; not over a file that is being read, which would end in a crash. */
-static FILE *open_output(const struct eval_arguments *arguments, const struct model *model,
-                         struct error *error)
+static FILE *open_output(const struct eval_arguments *arguments, struct error *error)
 {
-    const char *const inputs[] = {model_weights_file(model)->path, arguments->ids_file};
-    struct stat output, input;
+    const char *input = file_map_using(arguments->output);
+    struct stat output, ids;
     FILE *file;
 
-    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
-        if (stat(arguments->output, &output) == 0 && stat(inputs[i], &input) == 0 &&
-            output.st_dev == input.st_dev && output.st_ino == input.st_ino) {
-            error_set(error, "--output %s: is the input %s", arguments->output, inputs[i]);
-            return NULL;
-        }
+    if (input == NULL && stat(arguments->output, &output) == 0 &&
+        stat(arguments->ids_file, &ids) == 0 && output.st_dev == ids.st_dev &&
+        output.st_ino == ids.st_ino)
+        input = arguments->ids_file;
+    if (input != NULL) {
+        error_set(error, "--output %s: is the input %s", arguments->output, input);
+        return NULL;
     }
     file = fopen(arguments->output, "wbe");
     if (file == NULL)
@@ -168,7 +169,7 @@ bool eval_logits(const struct eval_arguments *arguments, struct error *error)
     if (!eval_cache_open(arguments, model, &arguments->kv[0].spec, count - 1, arguments->prefill,
                          &cache, error))
         goto out;
-    output = open_output(arguments, model, error);
+    output = open_output(arguments, error);
     if (output == NULL)
         goto out;
     done = write_rows(arguments, model, &cache, ids, count, output, error);

@@ -11,6 +11,17 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+static struct file_map *open_maps;
+
+static void remove_from_list(const struct file_map *map)
+{
+    struct file_map **link = &open_maps;
+
+    while (*link != map)
+        link = &(*link)->next;
+    *link = map->next;
+}
+
 bool file_map_open(const char *path, struct file_map *map, struct error *error)
 {
     struct stat status;
@@ -58,6 +69,10 @@ bool file_map_open(const char *path, struct file_map *map, struct error *error)
     }
     map->data = data;
     map->size = (size_t)status.st_size;
+    map->device = status.st_dev;
+    map->inode = status.st_ino;
+    map->next = open_maps;
+    open_maps = map;
     done = true;
 out:
     close(file);
@@ -70,10 +85,24 @@ void file_map_prefetch(const struct file_map *map)
     (void)posix_madvise((void *)map->data, map->size, POSIX_MADV_WILLNEED);
 }
 
+const char *file_map_using(const char *path)
+{
+    const struct file_map *map = open_maps;
+    struct stat status;
+
+    if (stat(path, &status) != 0)
+        return NULL;
+    while (map != NULL && (map->device != status.st_dev || map->inode != status.st_ino))
+        map = map->next;
+    return map != NULL ? map->path : NULL;
+}
+
 void file_map_close(struct file_map *map)
 {
-    if (map->data != NULL)
+    if (map->data != NULL) {
+        remove_from_list(map);
         munmap((void *)map->data, map->size);
+    }
     free(map->path);
     *map = (struct file_map){0};
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* GGUF files (versions 2 and 3, little-endian): metadata and tensors, read in place. */
+/* GGUF files (versions 2 and 3, little-endian), whole or split: metadata and tensors, read in
+ * place. */
 #include "gguf.h"
 
 #include <inttypes.h>
@@ -39,8 +40,8 @@ static const struct {
 };
 
 /* The least that an entry takes in the file: what a claimed count is checked against. */
-#define MIN_FIELD_BYTES  (8 + 4 + 1)
-#define MIN_TENSOR_BYTES (8 + 4 + 8 + 4 + 8)
+#define MIN_FIELD_BYTES  (8 + 1 + 4 + 1)
+#define MIN_TENSOR_BYTES (8 + 1 + 4 + 8 + 4 + 8)
 
 #define MAX_KEY_BYTES     65535
 #define DEFAULT_ALIGNMENT 32
@@ -63,8 +64,10 @@ struct gguf {
     struct file_map file;
     struct field *fields; /* ascending by key */
     size_t field_count;
-    struct tensor_entry *tensors; /* ascending by name */
+    struct tensor_entry *tensors; /* ascending by name; of all parts */
     size_t tensor_count;
+    struct gguf **parts; /* of a split model, all but the first, which this is */
+    size_t part_count;
 };
 
 bool gguf_string_is(struct gguf_string string, const char *text)
@@ -365,6 +368,22 @@ static bool read_alignment(const struct gguf *gguf, size_t *alignment, struct er
     return true;
 }
 
+/* By name, of which there must not be two. */
+static bool sort_tensors(struct gguf *gguf, struct error *error)
+{
+    if (gguf->tensor_count == 0)
+        return true;
+    qsort(gguf->tensors, gguf->tensor_count, sizeof *gguf->tensors, compare_tensors);
+    for (size_t i = 1; i < gguf->tensor_count; i++) {
+        const struct gguf_tensor *tensor = &gguf->tensors[i].tensor;
+
+        if (compare_tensors(&gguf->tensors[i - 1], &gguf->tensors[i]) == 0)
+            return error_set(error, "%s: tensor %.*s: appears twice", tensor->file->path,
+                             shown(tensor->name), tensor->name.data);
+    }
+    return true;
+}
+
 /* Turns the tensors' offsets into pointers and sorts the tensors by name. The data section begins
  * at the first aligned byte after the last tensor entry. */
 static bool place_tensors(struct gguf *gguf, struct cursor *cursor, size_t alignment)
@@ -388,6 +407,7 @@ static bool place_tensors(struct gguf *gguf, struct cursor *cursor, size_t align
         struct tensor_entry *entry = &gguf->tensors[i];
 
         cursor->name = entry->tensor.name;
+        entry->tensor.file = &gguf->file;
         if (entry->offset % alignment != 0)
             return fail(cursor, "the offset %" PRIu64 " is not a multiple of the alignment, %zu",
                         entry->offset, alignment);
@@ -403,14 +423,7 @@ static bool place_tensors(struct gguf *gguf, struct cursor *cursor, size_t align
         end = (size_t)entry->offset + entry->tensor.size;
         entry->tensor.data = gguf->file.data + start + (size_t)entry->offset;
     }
-    qsort(gguf->tensors, gguf->tensor_count, sizeof *gguf->tensors, compare_tensors);
-    for (size_t i = 1; i < gguf->tensor_count; i++) {
-        if (compare_tensors(&gguf->tensors[i - 1], &gguf->tensors[i]) == 0) {
-            cursor->name = gguf->tensors[i].tensor.name;
-            return fail(cursor, "appears twice");
-        }
-    }
-    return true;
+    return sort_tensors(gguf, cursor->error);
 }
 
 static bool read_file(struct gguf *gguf, struct error *error)
@@ -439,7 +452,7 @@ static bool read_file(struct gguf *gguf, struct error *error)
            read_tensors(gguf, &cursor, tensor_count) && place_tensors(gguf, &cursor, alignment);
 }
 
-bool gguf_open(const char *path, struct gguf **gguf, struct error *error)
+static bool open_file(const char *path, struct gguf **gguf, struct error *error)
 {
     struct gguf *opened = calloc(1, sizeof *opened);
 
@@ -454,19 +467,149 @@ bool gguf_open(const char *path, struct gguf **gguf, struct error *error)
     return true;
 }
 
+/* How the name of part `number`, from 1, ends. */
+#define PART_SUFFIX "-%05zu-of-%05zu.gguf"
+#define MAX_PARTS   99999
+
+/* What a part says about itself is what its name says. */
+static bool check_part(const struct gguf *part, size_t number, size_t count, struct error *error)
+{
+    uint64_t value;
+
+    if (!gguf_get_uint(part, "split.count", &value, error))
+        return false;
+    if (value != count)
+        return error_set(error, "%s: split.count: is %" PRIu64 ", but the first part has %zu",
+                         part->file.path, value, count);
+    if (!gguf_get_uint(part, "split.no", &value, error))
+        return false;
+    if (value != number - 1)
+        return error_set(error, "%s: split.no: is %" PRIu64 ", expected %zu for this part of %zu%s",
+                         part->file.path, value, number - 1, count,
+                         number == 1 ? "; a split model is opened by its first part" : "");
+    return true;
+}
+
+static bool check_total(const struct gguf *gguf, struct error *error)
+{
+    uint64_t total;
+
+    if (!gguf_get_uint(gguf, "split.tensors.count", &total, error))
+        return false;
+    if (total != gguf->tensor_count)
+        return error_set(error, "%s: split.tensors.count: is %" PRIu64 ", but the parts have %zu",
+                         gguf->file.path, total, gguf->tensor_count);
+    return true;
+}
+
+/* Opens the part and appends its tensors. */
+static bool add_part(struct gguf *gguf, const char *path, size_t number, size_t count,
+                     struct error *error)
+{
+    struct gguf **parts = realloc(gguf->parts, (gguf->part_count + 1) * sizeof(struct gguf *));
+    struct tensor_entry *tensors;
+    struct gguf *part;
+
+    if (parts == NULL)
+        return error_set(error, "%s: out of memory", path);
+    gguf->parts = parts;
+    if (!open_file(path, &part, error))
+        return false;
+    parts[gguf->part_count++] = part;
+    if (!check_part(part, number, count, error))
+        return false;
+    if (part->tensor_count == 0)
+        return true;
+    tensors =
+        realloc(gguf->tensors, (gguf->tensor_count + part->tensor_count) * sizeof *gguf->tensors);
+    if (tensors == NULL)
+        return error_set(error, "%s: out of memory", path);
+    memcpy(tensors + gguf->tensor_count, part->tensors, part->tensor_count * sizeof *tensors);
+    gguf->tensors = tensors;
+    gguf->tensor_count += part->tensor_count;
+    /* All that is needed of the part from here on is its mapping. */
+    free(part->tensors);
+    part->tensors = NULL;
+    part->tensor_count = 0;
+    return true;
+}
+
+/* Opens the other parts, whose names differ from the first one's in their number. */
+static bool add_parts(struct gguf *gguf, size_t count, struct error *error)
+{
+    const char *path = gguf->file.path;
+    const size_t length = strlen(path);
+    char suffix[64];
+    char *name;
+    bool done = false;
+
+    if (!check_part(gguf, 1, count, error))
+        return false;
+    snprintf(suffix, sizeof suffix, PART_SUFFIX, (size_t)1, count);
+    if (length < strlen(suffix) || strcmp(path + length - strlen(suffix), suffix) != 0)
+        return error_set(error, "%s: split.count: is %zu, but the name does not end in %s", path,
+                         count, suffix);
+    name = strdup(path);
+    if (name == NULL)
+        return error_set(error, "%s: out of memory", path);
+    for (size_t number = 2; number <= count; number++) {
+        snprintf(name + length - strlen(suffix), strlen(suffix) + 1, PART_SUFFIX, number, count);
+        if (!add_part(gguf, name, number, count, error))
+            goto out;
+    }
+    done = sort_tensors(gguf, error) && check_total(gguf, error);
+out:
+    free(name);
+    return done;
+}
+
+bool gguf_open(const char *path, struct gguf **gguf, struct error *error)
+{
+    struct gguf *opened;
+    uint64_t count = 1;
+
+    *gguf = NULL;
+    if (!open_file(path, &opened, error))
+        return false;
+    if (gguf_has(opened, "split.count") && !gguf_get_uint(opened, "split.count", &count, error))
+        goto fail;
+    if (count > MAX_PARTS) {
+        error_set(error, "%s: split.count: is %" PRIu64 ", expected at most %d", path, count,
+                  MAX_PARTS);
+        goto fail;
+    }
+    if (count > 1 && !add_parts(opened, (size_t)count, error))
+        goto fail;
+    *gguf = opened;
+    return true;
+fail:
+    gguf_close(opened);
+    return false;
+}
+
 void gguf_close(struct gguf *gguf)
 {
     if (gguf == NULL)
         return;
+    for (size_t i = 0; i < gguf->part_count; i++)
+        gguf_close(gguf->parts[i]);
+    free(gguf->parts);
     file_map_close(&gguf->file);
     free(gguf->fields);
     free(gguf->tensors);
     free(gguf);
 }
 
-const struct file_map *gguf_file(const struct gguf *gguf)
+const char *gguf_path(const struct gguf *gguf)
 {
-    return &gguf->file;
+    return gguf->file.path;
+}
+
+void gguf_prefetch(const struct gguf *gguf)
+{
+    file_map_prefetch(&gguf->file);
+    for (size_t i = 0; i < gguf->part_count; i++)
+        file_map_prefetch(&gguf->parts[i]->file);
 }
 
 static const struct field *find_field(const struct gguf *gguf, const char *key)

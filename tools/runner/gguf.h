@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* GGUF files (versions 2 and 3, little-endian): metadata and tensors, read in place. */
+/* GGUF files (versions 2 and 3, little-endian), whole or split: metadata and tensors, read in
+ * place. */
 #ifndef PUZZLEKV_TOOLS_RUNNER_GGUF_H
 #define PUZZLEKV_TOOLS_RUNNER_GGUF_H
 
@@ -36,18 +37,25 @@ struct gguf_tensor {
     size_t dimensions[GGUF_MAX_DIMENSIONS];
     const void *data; /* aligned to 8 bytes or more; all `size` bytes lie inside the file */
     size_t size;
+    const struct file_map *file; /* where it lies */
 };
 
 /* Maps the file and checks all of its structure: every length, count, type, name and offset. A file
  * without tensors (vocabulary only) is fine. Tensor contents are not read. On failure *gguf is NULL
- * and the error names the file and the field. */
+ * and the error names the file and the field.
+ *
+ * Of a split model `path` is the first part, NAME-00001-of-0000N.gguf. The other parts are opened
+ * and checked with it, and their tensors join its own; the metadata are the first part's. */
 bool gguf_open(const char *path, struct gguf **gguf, struct error *error);
 
 /* Accepts NULL. */
 void gguf_close(struct gguf *gguf);
 
-/* The mapped file, for its path, size and prefetching. */
-const struct file_map *gguf_file(const struct gguf *gguf);
+/* As given to gguf_open. */
+const char *gguf_path(const struct gguf *gguf);
+
+/* Tells the kernel that all tensors are about to be read. */
+void gguf_prefetch(const struct gguf *gguf);
 
 /* Whether the metadata has `key`, of whatever type. */
 bool gguf_has(const struct gguf *gguf, const char *key);

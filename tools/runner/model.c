@@ -15,6 +15,7 @@
 #include <jansson.h>
 
 #include "gguf.h"
+#include "json_text.h"
 #include "safetensors.h"
 
 /* Bounds of hyperparameters: far above any real model, low enough that no product of two
@@ -26,7 +27,7 @@
 #define MAX_HEAD_DIM 512
 #define MAX_CONTEXT  INT32_MAX
 
-/* Parsed, JSON may take 80 times its length; real configurations have a few thousand bytes. */
+/* Real configurations have a few thousand. */
 #define MAX_CONFIG_BYTES ((size_t)1 << 20)
 
 /* Every layer has two norms and seven matrices. */
@@ -48,6 +49,8 @@ struct model_files {
     struct gguf *gguf; /* this or the next is open, the other NULL */
     struct safetensors *safetensors;
     float *vectors; /* behind all norms and biases */
+    void **copies;  /* [copy_count], of tensors that do not lie aligned in their file */
+    size_t copy_count;
 };
 
 /* One place to read hyperparameters from: GGUF metadata or config.json. */
@@ -370,10 +373,12 @@ struct view {
     size_t rows;
     size_t columns;
     const void *data;
+    bool aligned;     /* whether `data` is, to the type's widest field */
+    const char *path; /* of the file that it is in */
 };
 
 struct loader {
-    const struct model_files *files;
+    struct model_files *files;
     const char *path;
     struct error *error;
     bool biases;          /* whether q, k and v have them */
@@ -411,6 +416,8 @@ static bool find_tensor(const struct loader *loader, struct view *view)
             .rows = tensor->dimensions[1],
             .columns = tensor->dimensions[0],
             .data = tensor->data,
+            .aligned = true,
+            .path = tensor->file->path,
         };
     } else {
         const struct safetensors_tensor *tensor =
@@ -430,6 +437,8 @@ static bool find_tensor(const struct loader *loader, struct view *view)
             .rows = reversed[1],
             .columns = reversed[0],
             .data = tensor->data,
+            .aligned = tensor->aligned,
+            .path = tensor->file->path,
         };
     }
     return true;
@@ -452,24 +461,48 @@ static bool require_tensor(struct loader *loader, enum role role, size_t layer, 
         return error_set(loader->error, "%s: tensor %s: is missing", loader->path, loader->name);
     if (view->outer != 1)
         return error_set(loader->error, "%s: tensor %s: has %zu dimensions, expected %d",
-                         loader->path, loader->name, view->dimension_count, rows == 1 ? 1 : 2);
+                         view->path, loader->name, view->dimension_count, rows == 1 ? 1 : 2);
     if (view->columns != columns || (rows != 0 && view->rows != rows) || view->rows == 0) {
         if (rows == 1)
             return error_set(loader->error, "%s: tensor %s: has %zu x %zu elements, expected %zu",
-                             loader->path, loader->name, view->rows, view->columns, columns);
+                             view->path, loader->name, view->rows, view->columns, columns);
         if (rows == 0)
             return error_set(loader->error,
                              "%s: tensor %s: is %zu x %zu (rows x columns), expected %zu columns",
-                             loader->path, loader->name, view->rows, view->columns, columns);
+                             view->path, loader->name, view->rows, view->columns, columns);
         return error_set(loader->error,
                          "%s: tensor %s: is %zu x %zu (rows x columns), expected %zu x %zu",
-                         loader->path, loader->name, view->rows, view->columns, rows, columns);
+                         view->path, loader->name, view->rows, view->columns, rows, columns);
     }
     if (!view->known)
         return error_set(loader->error,
                          "%s: tensor %s: the element type %s is not supported; supported: %s",
-                         loader->path, loader->name, view->type_name,
+                         view->path, loader->name, view->type_name,
                          loader->files->gguf != NULL ? QUANT_SUPPORTED : "F32, F16, BF16");
+    return true;
+}
+
+/* Replaces data that do not lie aligned by a copy: older writers of safetensors did not pad their
+ * headers. Nothing is read, and so nothing copied, while only checking. */
+static bool align_view(struct loader *loader, struct view *view, size_t row_bytes)
+{
+    struct model_files *files = loader->files;
+    const size_t size = view->rows * row_bytes; /* it lies inside the file */
+    void **copies;
+    void *copy;
+
+    if (view->aligned || loader->vectors == NULL)
+        return true;
+    copies = realloc(files->copies, (files->copy_count + 1) * sizeof *copies);
+    if (copies != NULL)
+        files->copies = copies;
+    copy = copies != NULL ? malloc(size) : NULL;
+    if (copy == NULL)
+        return error_set(loader->error, "%s: tensor %s: out of memory for %zu bytes", view->path,
+                         loader->name, size);
+    memcpy(copy, view->data, size);
+    files->copies[files->copy_count++] = copy;
+    view->data = copy;
     return true;
 }
 
@@ -477,18 +510,24 @@ static bool load_matrix(struct loader *loader, enum role role, size_t layer, siz
                         size_t columns, struct weight *weight)
 {
     struct view view;
+    size_t row_bytes;
 
     if (!require_tensor(loader, role, layer, "weight", rows, columns, &view))
         return false;
-    *weight = (struct weight){
-        .type = view.type, .rows = view.rows, .columns = columns, .data = view.data};
-    if (!quant_row_bytes(view.type, columns, &weight->row_bytes))
+    if (!quant_row_bytes(view.type, columns, &row_bytes))
         return error_set(loader->error, "%s: tensor %s: %zu columns are not whole %s blocks",
-                         loader->path, loader->name, columns, view.type_name);
+                         view.path, loader->name, columns, view.type_name);
+    if (!align_view(loader, &view, row_bytes))
+        return false;
+    *weight = (struct weight){.type = view.type,
+                              .rows = view.rows,
+                              .columns = columns,
+                              .row_bytes = row_bytes,
+                              .data = view.data};
     if (loader->biases && (role == ROLE_Q || role == ROLE_K || role == ROLE_V))
         return true;
     if (has_tensor(loader, role, layer, "bias"))
-        return error_set(loader->error, "%s: tensor %s: a bias here is not supported", loader->path,
+        return error_set(loader->error, "%s: tensor %s: a bias here is not supported", view.path,
                          loader->name);
     return true;
 }
@@ -502,11 +541,13 @@ static bool load_vector(struct loader *loader, enum role role, size_t layer, con
         return false;
     if (quant_info(view.type)->block_elements != 1)
         return error_set(loader->error,
-                         "%s: tensor %s: is %s, expected F32, F16 or BF16 for a vector",
-                         loader->path, loader->name, view.type_name);
+                         "%s: tensor %s: is %s, expected F32, F16 or BF16 for a vector", view.path,
+                         loader->name, view.type_name);
     if (__builtin_add_overflow(loader->vector_floats, count, &loader->vector_floats))
-        return error_set(loader->error, "%s: tensor %s: is too large", loader->path, loader->name);
+        return error_set(loader->error, "%s: tensor %s: is too large", view.path, loader->name);
     if (loader->vectors != NULL) {
+        if (!align_view(loader, &view, count * quant_info(view.type)->block_bytes))
+            return false;
         quant_info(view.type)->dequantise(view.data, count, loader->vectors);
         *vector = loader->vectors;
         loader->vectors += count;
@@ -777,7 +818,7 @@ static bool read_gguf_tokens(const struct gguf *gguf, struct model *model, struc
         "tokenizer.ggml.eom_token_id",
     };
     static const char bos_key[] = "tokenizer.ggml.bos_token_id";
-    const char *path = gguf_file(gguf)->path;
+    const char *path = gguf_path(gguf);
     uint64_t token;
 
     for (size_t i = 0; i < sizeof end_keys / sizeof end_keys[0]; i++) {
@@ -811,20 +852,10 @@ static bool open_gguf(const char *path, bool header_only, struct model *model, s
 {
     struct reader reader = {.path = path, .error = error};
     struct gguf_string name;
-    uint64_t parts;
 
     if (!gguf_open(path, &model->files->gguf, error))
         return false;
     reader.gguf = model->files->gguf;
-    if (gguf_has(reader.gguf, "split.count")) {
-        if (!gguf_get_uint(reader.gguf, "split.count", &parts, error))
-            return false;
-        if (parts > 1)
-            return error_set(error,
-                             "%s: split.count: is %" PRIu64 "; models split over several "
-                             "files are not supported",
-                             path, parts);
-    }
     if (!gguf_get_string(reader.gguf, "general.architecture", &name, error))
         return false;
     if (!find_architecture(name.data, name.size, &model->architecture) ||
@@ -847,7 +878,7 @@ static bool open_gguf(const char *path, bool header_only, struct model *model, s
     if (!read_gguf_tokens(reader.gguf, model, error))
         return false;
     if (!header_only)
-        file_map_prefetch(gguf_file(reader.gguf));
+        gguf_prefetch(reader.gguf);
     return true;
 }
 
@@ -864,34 +895,6 @@ static char *join_path(const char *folder, const char *name, struct error *error
     else
         snprintf(path, size, "%s%s%s", folder, slash ? "" : "/", name);
     return path;
-}
-
-/* The JSON object in a file; the caller drops the reference. */
-static json_t *load_json(const char *path, struct error *error)
-{
-    struct file_map map;
-    json_error_t parse_error;
-    json_t *root;
-
-    if (!file_map_open(path, &map, error))
-        return NULL;
-    if (map.size > MAX_CONFIG_BYTES) {
-        error_set(error, "%s: has %zu bytes, expected at most %zu", path, map.size,
-                  MAX_CONFIG_BYTES);
-        file_map_close(&map);
-        return NULL;
-    }
-    root = json_loadb((const char *)map.data, map.size, JSON_REJECT_DUPLICATES, &parse_error);
-    file_map_close(&map);
-    if (root == NULL) {
-        error_set(error, "%s: line %d: is not valid JSON: %s", path, parse_error.line,
-                  parse_error.text);
-    } else if (!json_is_object(root)) {
-        error_set(error, "%s: is not a JSON object", path);
-        json_decref(root);
-        root = NULL;
-    }
-    return root;
 }
 
 /* A flag of config.json; absent and null are false. */
@@ -1202,7 +1205,7 @@ static bool read_generation_config(const char *folder, struct model *model, stru
         free(path);
         return true;
     }
-    config = load_json(path, error);
+    config = json_text_read(path, MAX_CONFIG_BYTES, error);
     done = config != NULL && read_config_tokens(config, path, model, error);
     json_decref(config);
     free(path);
@@ -1219,7 +1222,7 @@ static bool open_safetensors(const char *folder, struct model *model, struct err
     if (path == NULL || index == NULL)
         goto out;
     if (stat(path, &status) != 0 && errno == ENOENT && stat(index, &status) == 0) {
-        error_set(error, "%s: models split over several files are not supported", index);
+        done = safetensors_open_index(index, &model->files->safetensors, error);
         goto out;
     }
     done = safetensors_open(path, &model->files->safetensors, error);
@@ -1243,7 +1246,7 @@ static bool open_folder(const char *folder, bool header_only, struct model *mode
 
     if (config_path == NULL)
         return false;
-    config = load_json(config_path, error);
+    config = json_text_read(config_path, MAX_CONFIG_BYTES, error);
     if (config == NULL)
         goto out;
     reader.config = config;
@@ -1263,8 +1266,7 @@ static bool open_folder(const char *folder, bool header_only, struct model *mode
         !open_safetensors(folder, model, error))
         goto out;
     file = model->files->safetensors;
-    if (!load_weights(model, safetensors_file(file)->path, safetensors_count(file), header_only,
-                      error))
+    if (!load_weights(model, safetensors_path(file), safetensors_count(file), header_only, error))
         goto out;
     if (reader_has(&reader, vocabulary)) {
         if (!reader_size(&reader, vocabulary, 0, SIZE_MAX, &vocab_size))
@@ -1279,7 +1281,7 @@ static bool open_folder(const char *folder, bool header_only, struct model *mode
         !read_generation_config(folder, model, error))
         goto out;
     if (!header_only)
-        file_map_prefetch(safetensors_file(file));
+        safetensors_prefetch(file);
     done = true;
 out:
     json_decref(config);
@@ -1330,12 +1332,6 @@ bool model_check_ids(const struct model *model, const char *path, const int32_t 
     return true;
 }
 
-const struct file_map *model_weights_file(const struct model *model)
-{
-    return model->files->gguf != NULL ? gguf_file(model->files->gguf)
-                                      : safetensors_file(model->files->safetensors);
-}
-
 bool model_open(const char *path, struct model **model, struct error *error)
 {
     return open_model(path, false, model, error);
@@ -1353,6 +1349,9 @@ void model_close(struct model *model)
     if (model->files != NULL) {
         gguf_close(model->files->gguf);
         safetensors_close(model->files->safetensors);
+        for (size_t i = 0; i < model->files->copy_count; i++)
+            free(model->files->copies[i]);
+        free(model->files->copies);
         free(model->files->vectors);
         free(model->files);
     }

@@ -9,7 +9,6 @@
 #include <stdint.h>
 
 #include "../error.h"
-#include "file_map.h"
 #include "quant.h"
 
 enum model_architecture { MODEL_LLAMA, MODEL_MISTRAL, MODEL_QWEN2, MODEL_QWEN3 };
@@ -28,7 +27,7 @@ struct weight {
     size_t rows;
     size_t columns;   /* a multiple of the type's block */
     size_t row_bytes; /* from one row to the next; rows * row_bytes lie inside the file */
-    const void *data; /* aligned to the type's widest field */
+    const void *data; /* aligned to the type's widest field, but for model_open_header */
 };
 
 /* Norms and biases are expanded to f32 and owned by the model. */
@@ -91,11 +90,13 @@ struct model {
     struct model_files *files; /* the mapped files and the memory behind the norms; model.c's own */
 };
 
-/* Opens a GGUF file or a Hugging Face folder (config.json, model.safetensors and, if present,
+/* Opens a GGUF file (of a split model the first part) or a Hugging Face folder (config.json,
+ * model.safetensors or model.safetensors.index.json with the files that it names and, if present,
  * generation_config.json). Checks every hyperparameter and the shape and type of every tensor used;
  * an error names the file and the field or tensor, and *model is NULL. What would compute something
  * else than asked is refused by name: other architectures, an active sliding window, mixtures of
- * experts, other biases, other RoPE scalings. Weights stay mapped and are not read. */
+ * experts, other biases, other RoPE scalings. Weights stay mapped and are not
+ * read, but for those of safetensors files that are not aligned, which are copied. */
 bool model_open(const char *path, struct model **model, struct error *error);
 
 /* The same checks without reading any tensor's contents: norms and biases are NULL. */
@@ -107,9 +108,6 @@ void model_close(struct model *model);
 /* Fails, naming the model by `path`, if a tokenizer's ids are not all in the model's vocabulary. */
 bool model_check_ids(const struct model *model, const char *path, const int32_t *ids, size_t count,
                      struct error *error);
-
-/* The mapped file that holds the weights. */
-const struct file_map *model_weights_file(const struct model *model);
 
 /* "llama", "mistral", "qwen2" or "qwen3". */
 const char *model_architecture_name(enum model_architecture architecture);

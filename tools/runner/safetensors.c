@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Safetensors files: tensors by name, read in place. */
+/* Safetensors files, alone or several with an index: tensors by name, read in place. */
 #include "safetensors.h"
 
 #include <inttypes.h>
@@ -9,19 +9,29 @@
 
 #include <jansson.h>
 
-#define MAX_HEADER_BYTES 100000000 /* the format's own limit */
+#include "json_text.h"
+
+/* Some hundred thousand tensors. The format itself allows 100 MB, which nothing comes near. */
+#define MAX_HEADER_BYTES ((size_t)16 << 20)
+#define MAX_INDEX_BYTES  ((size_t)16 << 20)
 
 struct entry {
     struct safetensors_tensor tensor;
     size_t begin, end; /* in the data section */
 };
 
+/* Either one file, or an index and its files. */
 struct safetensors {
-    struct file_map file;
-    json_t *header;        /* owns the names */
+    char *path;
     struct entry *entries; /* ascending by name */
     size_t count;
+
+    struct file_map file;
+    json_t *header;     /* owns the entries' names */
     size_t data_offset; /* of the data section in the file */
+
+    struct safetensors **parts; /* their entries' names are also these entries' */
+    size_t part_count;
 };
 
 static const enum quant_type element_types[] = {QUANT_F32, QUANT_F16, QUANT_BF16};
@@ -39,7 +49,7 @@ static bool get_size(const json_t *value, size_t *size)
 static bool read_entry(const struct safetensors *file, const char *name, const json_t *value,
                        struct entry *entry, struct error *error)
 {
-    const char *path = file->file.path;
+    const char *path = file->path;
     const json_t *shape = json_object_get(value, "shape");
     const json_t *offsets = json_object_get(value, "data_offsets");
     const size_t data_size = file->file.size - file->data_offset;
@@ -47,6 +57,7 @@ static bool read_entry(const struct safetensors *file, const char *name, const j
     size_t elements = 1, element_bytes, bytes;
 
     tensor->name = name;
+    tensor->file = &file->file;
     tensor->dtype = json_string_value(json_object_get(value, "dtype"));
     if (tensor->dtype == NULL)
         return error_set(error, "%s: tensor " NAME ": dtype is not a string", path, name);
@@ -91,11 +102,7 @@ static bool read_entry(const struct safetensors *file, const char *name, const j
                          "%s: tensor " NAME ": data_offsets span %zu bytes, which is not what "
                          "%zu elements of %s take",
                          path, name, entry->end - entry->begin, elements, tensor->dtype);
-    if ((file->data_offset + entry->begin) % element_bytes != 0)
-        return error_set(error,
-                         "%s: tensor " NAME ": its data begin at byte %zu, which is not a "
-                         "multiple of %zu",
-                         path, name, file->data_offset + entry->begin, element_bytes);
+    tensor->aligned = (file->data_offset + entry->begin) % element_bytes == 0;
     tensor->data = file->file.data + file->data_offset + entry->begin;
     return true;
 }
@@ -126,22 +133,20 @@ static bool check_places(struct safetensors *file, struct error *error)
             return error_set(error,
                              "%s: tensor " NAME ": data_offsets begin at %zu, expected %zu, where "
                              "the tensor before it ends",
-                             file->file.path, file->entries[i].tensor.name, file->entries[i].begin,
-                             end);
+                             file->path, file->entries[i].tensor.name, file->entries[i].begin, end);
         end = file->entries[i].end;
     }
     if (end != data_size)
         return error_set(error, "%s: the tensors take %zu of the %zu bytes of tensor data",
-                         file->file.path, end, data_size);
+                         file->path, end, data_size);
     return true;
 }
 
 static bool read_file(struct safetensors *file, struct error *error)
 {
-    const char *path = file->file.path;
+    const char *path = file->path;
     const char *name;
     uint64_t header_size;
-    json_error_t parse_error;
     json_t *value;
 
     if (file->file.size < sizeof header_size)
@@ -154,12 +159,10 @@ static bool read_file(struct safetensors *file, struct error *error)
                          "safetensors file, or truncated)",
                          path, header_size, file->file.size);
     file->data_offset = sizeof header_size + (size_t)header_size;
-    file->header = json_loadb((const char *)file->file.data + sizeof header_size,
-                              (size_t)header_size, JSON_REJECT_DUPLICATES, &parse_error);
+    file->header = json_text_parse(file->file.data + sizeof header_size, (size_t)header_size, path,
+                                   "the header: ", error);
     if (file->header == NULL)
-        return error_set(error, "%s: the header is not valid JSON: %s", path, parse_error.text);
-    if (!json_is_object(file->header))
-        return error_set(error, "%s: the header is not a JSON object", path);
+        return false;
     file->entries = calloc(json_object_size(file->header) + 1, sizeof *file->entries);
     if (file->entries == NULL)
         return error_set(error, "%s: out of memory", path);
@@ -167,6 +170,8 @@ static bool read_file(struct safetensors *file, struct error *error)
     {
         if (strcmp(name, "__metadata__") == 0)
             continue;
+        if (*name == '\0')
+            return error_set(error, "%s: tensor %zu: the name is empty", path, file->count + 1);
         if (!json_is_object(value))
             return error_set(error, "%s: tensor " NAME ": is not a JSON object", path, name);
         if (!read_entry(file, name, value, &file->entries[file->count], error))
@@ -179,13 +184,27 @@ static bool read_file(struct safetensors *file, struct error *error)
     return true;
 }
 
+static struct safetensors *allocate(const char *path, struct error *error)
+{
+    struct safetensors *file = calloc(1, sizeof *file);
+
+    if (file != NULL)
+        file->path = strdup(path);
+    if (file == NULL || file->path == NULL) {
+        error_set(error, "%s: out of memory", path);
+        free(file);
+        return NULL;
+    }
+    return file;
+}
+
 bool safetensors_open(const char *path, struct safetensors **file, struct error *error)
 {
-    struct safetensors *opened = calloc(1, sizeof *opened);
+    struct safetensors *opened = allocate(path, error);
 
     *file = NULL;
     if (opened == NULL)
-        return error_set(error, "%s: out of memory", path);
+        return false;
     if (!file_map_open(path, &opened->file, error) || !read_file(opened, error)) {
         safetensors_close(opened);
         return false;
@@ -194,19 +213,139 @@ bool safetensors_open(const char *path, struct safetensors **file, struct error 
     return true;
 }
 
+/* A tensor in the index and the name of its file. */
+struct assignment {
+    const char *tensor;
+    const char *file;
+};
+
+static int compare_files(const void *a, const void *b)
+{
+    return strcmp(((const struct assignment *)a)->file, ((const struct assignment *)b)->file);
+}
+
+/* Opens one more part, a file beside the index. */
+static bool open_part(struct safetensors *index, const char *name, struct error *error)
+{
+    const char *slash = strrchr(index->path, '/');
+    const size_t folder_size = slash != NULL ? (size_t)(slash - index->path) + 1 : 0;
+    struct safetensors **parts;
+    char *path;
+    bool done;
+
+    /* A name with a slash could lead anywhere. */
+    if (*name == '\0' || strchr(name, '/') != NULL)
+        return error_set(error, "%s: weight_map: " NAME " is not the name of a file beside it",
+                         index->path, name);
+    parts = realloc(index->parts, (index->part_count + 1) * sizeof(struct safetensors *));
+    if (parts == NULL)
+        return error_set(error, "%s: out of memory", index->path);
+    index->parts = parts;
+    path = malloc(folder_size + strlen(name) + 1);
+    if (path == NULL)
+        return error_set(error, "%s: out of memory", index->path);
+    memcpy(path, index->path, folder_size);
+    memcpy(path + folder_size, name, strlen(name) + 1);
+    done = safetensors_open(path, &parts[index->part_count], error);
+    if (done)
+        index->part_count++;
+    free(path);
+    return done;
+}
+
+static bool open_parts(struct safetensors *index, struct assignment *list, size_t count,
+                       struct error *error)
+{
+    qsort(list, count, sizeof *list, compare_files);
+    for (size_t i = 0; i < count; i++) {
+        const struct safetensors_tensor *tensor;
+
+        if ((i == 0 || strcmp(list[i].file, list[i - 1].file) != 0) &&
+            !open_part(index, list[i].file, error))
+            return false;
+        tensor = safetensors_tensor(index->parts[index->part_count - 1], list[i].tensor);
+        if (tensor == NULL)
+            return error_set(error, "%s: weight_map: tensor " NAME " is not in " NAME, index->path,
+                             list[i].tensor, list[i].file);
+        index->entries[i].tensor = *tensor;
+    }
+    index->count = count;
+    qsort(index->entries, count, sizeof *index->entries, compare_names);
+    return true;
+}
+
+bool safetensors_open_index(const char *path, struct safetensors **files, struct error *error)
+{
+    struct safetensors *opened = allocate(path, error);
+    struct assignment *list = NULL;
+    json_t *root = NULL, *map, *file;
+    const char *tensor;
+    size_t count = 0;
+    bool done = false;
+
+    *files = NULL;
+    if (opened == NULL)
+        return false;
+    root = json_text_read(path, MAX_INDEX_BYTES, error);
+    if (root == NULL)
+        goto out;
+    map = json_object_get(root, "weight_map");
+    if (!json_is_object(map) || json_object_size(map) == 0) {
+        error_set(error, "%s: weight_map: is not an object that names tensors", path);
+        goto out;
+    }
+    list = calloc(json_object_size(map), sizeof *list);
+    opened->entries = calloc(json_object_size(map), sizeof *opened->entries);
+    if (list == NULL || opened->entries == NULL) {
+        error_set(error, "%s: out of memory", path);
+        goto out;
+    }
+    json_object_foreach(map, tensor, file)
+    {
+        if (!json_is_string(file)) {
+            error_set(error, "%s: weight_map: tensor " NAME ": is not the name of a file", path,
+                      tensor);
+            goto out;
+        }
+        list[count++] = (struct assignment){tensor, json_string_value(file)};
+    }
+    done = open_parts(opened, list, count, error);
+out:
+    free(list);
+    json_decref(root);
+    if (!done) {
+        safetensors_close(opened);
+        return false;
+    }
+    *files = opened;
+    return true;
+}
+
 void safetensors_close(struct safetensors *file)
 {
     if (file == NULL)
         return;
+    for (size_t i = 0; i < file->part_count; i++)
+        safetensors_close(file->parts[i]);
+    free(file->parts);
     free(file->entries);
     json_decref(file->header);
     file_map_close(&file->file);
+    free(file->path);
     free(file);
 }
 
-const struct file_map *safetensors_file(const struct safetensors *file)
+const char *safetensors_path(const struct safetensors *file)
 {
-    return &file->file;
+    return file->path;
+}
+
+void safetensors_prefetch(const struct safetensors *file)
+{
+    if (file->file.data != NULL)
+        file_map_prefetch(&file->file);
+    for (size_t i = 0; i < file->part_count; i++)
+        safetensors_prefetch(file->parts[i]);
 }
 
 size_t safetensors_count(const struct safetensors *file)
