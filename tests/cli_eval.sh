@@ -105,6 +105,19 @@ puzzlekv-eval logits "$tiny" --tokens - --prefill 150 --kv raw -t 2 -o "$work/tw
     < "$work/tiny-llama3.ids" || fail "logits --tokens -: status $?"
 cmp "$work/again.f32" "$work/two.f32" || fail 'logits differ between one thread and two'
 
+# More than a pipe holds is read only once the model is open; then the model is shortened.
+cp -r "$tiny" "$work/shortened"
+{
+    head -c 200000 /dev/zero | tr '\0' ' '
+    : > "$work/shortened/model.safetensors"
+    cat "$work/tiny-llama3.ids"
+} | puzzlekv-eval logits "$work/shortened" --tokens - --prefill 150 --kv raw -o "$work/bad.f32" \
+    > "$work/out" 2> "$work/err"
+same 'status with a shortened file' $? 1
+same 'text for a shortened file' "$(cat "$work/err")" \
+    "puzzlekv-eval: $work/shortened/model.safetensors: was shortened while in use, or cannot be read any more"
+rm -f "$work/bad.f32"
+
 # bad_ids TEXT JSON
 bad_ids() {
     printf '%s' "$2" > "$work/bad.json"

@@ -262,7 +262,7 @@ wait_ready $! "$work/text"
 wait $!
 same 'status with a shortened model' $? 1
 same 'error with a shortened model' "$(cat "$work/err")" \
-    'puzzlekv-run: model: a file was shortened or cannot be read any more'
+    "puzzlekv-run: $work/short.gguf: was shortened while in use, or cannot be read any more"
 
 # As early as it can be; whatever was done by then, the document is whole.
 puzzlekv-run "$model" -f "$source/COPYING" -n 4000 --json > "$work/interrupted.json" \

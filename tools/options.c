@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* What the programs share: command lines, text files, Ctrl-C, progress, JSON, the machine. */
-#define _GNU_SOURCE /* sched_getaffinity, program_invocation_short_name */
+#define _GNU_SOURCE /* sched_getaffinity */
 #include "options.h"
 
 #include <cblas.h>
@@ -264,28 +264,11 @@ static void note_interrupt(int signal)
     interrupted = 1;
 }
 
-/* What a page beyond the end of a mapped file, or one that cannot be read, raises. */
-static void report_lost_page(int signal)
-{
-    static const char message[] = "model: a file was shortened or cannot be read any more\n";
-    ssize_t written;
-
-    (void)signal;
-    written =
-        write(STDERR_FILENO, program_invocation_short_name, strlen(program_invocation_short_name));
-    written = write(STDERR_FILENO, ": ", 2);
-    written = write(STDERR_FILENO, message, sizeof message - 1);
-    (void)written;
-    _exit(EXIT_FAILED);
-}
-
 void interrupt_catch(void)
 {
-    const struct sigaction lost_page = {.sa_handler = report_lost_page};
     struct sigaction action = {.sa_handler = note_interrupt, .sa_flags = SA_RESETHAND};
 
     sigemptyset(&action.sa_mask);
-    sigaction(SIGBUS, &lost_page, NULL);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
 }

@@ -100,8 +100,7 @@ bool text_check_utf8(const char *what, const char *data, size_t size, struct err
 
 /* ---- Ctrl-C and progress --------------------------------------------------------------------- */
 
-/* From now on the first Ctrl-C (or SIGTERM) only makes interrupt_seen() true; the second one kills.
- * A mapped file that another process shortens ends this one with an error instead of SIGBUS. */
+/* From now on the first Ctrl-C or SIGTERM only makes interrupt_seen() true; the second one kills. */
 void interrupt_catch(void);
 bool interrupt_seen(void);
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "options.h"
+#include "runner/file_map.h"
 
 static const char program[] = "puzzlekv-eval";
 
@@ -371,6 +372,7 @@ int main(int argc, char **argv)
             done = options_version(program, &error);
         } else {
             interrupt_catch();
+            file_map_guard(program);
             done = command->run(&arguments, &error);
             progress_clear();
         }

@@ -13,6 +13,7 @@
 #include "options.h"
 #include "runner/chat.h"
 #include "runner/detokenizer.h"
+#include "runner/file_map.h"
 #include "runner/model.h"
 #include "runner/sampler.h"
 #include "runner/tokenizer.h"
@@ -689,6 +690,7 @@ int main(int argc, char **argv)
     }
 
     interrupt_catch();
+    file_map_guard(program);
     run.spec = arguments.spec;
     if (!open_run(&run, &error) || !generate(&run, &error) ||
         !read_results(&run, &results, &error)) {

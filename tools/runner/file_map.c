@@ -4,6 +4,8 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,15 +13,79 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static struct file_map *open_maps;
+/* What the signal handler looks at: a handler has no other way to get at anything. */
+static struct file_map *_Atomic open_maps;
+static const char *guarded_program;
+static bool clears_line; /* standard error is a terminal and may have a progress line */
+
+static void add_to_list(struct file_map *map)
+{
+    map->next = atomic_load(&open_maps);
+    atomic_store(&open_maps, map);
+}
 
 static void remove_from_list(const struct file_map *map)
 {
-    struct file_map **link = &open_maps;
+    struct file_map *other = atomic_load(&open_maps);
 
-    while (*link != map)
-        link = &(*link)->next;
-    *link = map->next;
+    if (other == map) {
+        atomic_store(&open_maps, map->next);
+        return;
+    }
+    while (other->next != map)
+        other = other->next;
+    other->next = map->next;
+}
+
+/* Appends what fits, control characters as '?'. Safe in a signal handler. */
+static size_t append(char *line, size_t length, size_t size, const char *text)
+{
+    for (; *text != '\0' && length < size; text++)
+        line[length++] = (unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text;
+    return length;
+}
+
+static void report_lost_file(int number, siginfo_t *info, void *context)
+{
+    static const char clear[] = "\r\033[K";
+    const uintptr_t address = (uintptr_t)info->si_addr;
+    const struct file_map *map = info->si_code > 0 ? atomic_load(&open_maps) : NULL;
+    char line[4096 + 512]; /* room for the longest path */
+    size_t length = 0;
+
+    (void)context;
+    while (map != NULL && address - (uintptr_t)map->data >= map->size)
+        map = map->next;
+    if (map == NULL) {
+        /* The instruction that raised it does so again; one that was sent is sent again. */
+        signal(number, SIG_DFL);
+        if (info->si_code <= 0)
+            raise(number);
+        return;
+    }
+    if (clears_line) {
+        memcpy(line, clear, sizeof clear - 1);
+        length = sizeof clear - 1;
+    }
+    length = append(line, length, sizeof line - 80, guarded_program);
+    length = append(line, length, sizeof line - 80, ": ");
+    length = append(line, length, sizeof line - 80, map->path);
+    length = append(line, length, sizeof line - 1,
+                    ": was shortened while in use, or cannot be read any more");
+    line[length++] = '\n';
+    while (write(STDERR_FILENO, line, length) < 0 && errno == EINTR)
+        ;
+    _exit(EXIT_FAILURE);
+}
+
+void file_map_guard(const char *program)
+{
+    struct sigaction action = {.sa_sigaction = report_lost_file, .sa_flags = SA_SIGINFO};
+
+    guarded_program = program;
+    clears_line = isatty(STDERR_FILENO);
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, &action, NULL);
 }
 
 bool file_map_open(const char *path, struct file_map *map, struct error *error)
@@ -71,8 +137,7 @@ bool file_map_open(const char *path, struct file_map *map, struct error *error)
     map->size = (size_t)status.st_size;
     map->device = status.st_dev;
     map->inode = status.st_ino;
-    map->next = open_maps;
-    open_maps = map;
+    add_to_list(map);
     done = true;
 out:
     close(file);
@@ -87,7 +152,7 @@ void file_map_prefetch(const struct file_map *map)
 
 const char *file_map_using(const char *path)
 {
-    const struct file_map *map = open_maps;
+    const struct file_map *map = atomic_load(&open_maps);
     struct stat status;
 
     if (stat(path, &status) != 0)

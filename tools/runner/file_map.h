@@ -21,8 +21,20 @@ struct file_map {
     struct file_map *next; /* of all open maps */
 };
 
+/*
+ * Reading a mapped file beyond an end that it no longer has raises SIGBUS, and so does a disk that
+ * fails. From this call on that ends the process with the one line
+ *
+ *     PROGRAM: FILE: was shortened while in use, or cannot be read any more
+ *
+ * on standard error and exit status 1. Any other SIGBUS has its usual effect. For main(): the
+ * handler belongs to the process. `program` lasts as long as that.
+ */
+void file_map_guard(const char *program);
+
 /* Maps `path`. Directories, FIFOs, devices and empty files are errors. On failure `map` is all
- * zero, which file_map_close accepts. Maps are opened and closed by one thread at a time. */
+ * zero, which file_map_close accepts. Maps are opened and closed by one thread at a time, while no
+ * other one reads a map. */
 bool file_map_open(const char *path, struct file_map *map, struct error *error);
 
 /* Tells the kernel that the whole file is about to be read. */
