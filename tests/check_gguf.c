@@ -441,6 +441,8 @@ START_TEST(getters_check_types)
     ck_assert(!gguf_get_ints(gguf, "huge list", &ints, &count, &error));
     expect_text("huge list: element 1 is 2^63 or more");
     ck_assert_ptr_null(ints);
+    ck_assert(!gguf_get_floats(gguf, "bytes", &floats, &count, &error));
+    expect_text("bytes: is an array of UINT8, expected an array of FLOAT32");
     ck_assert(!gguf_get_floats(gguf, "ints", &floats, &count, &error));
     expect_text("ints: is an array of INT32, expected an array of FLOAT32");
     gguf_close(gguf);
@@ -501,6 +503,10 @@ START_TEST(refuses_other_formats)
     expect_bad("version is 1, expected 2 or 3");
     writer.version = 4;
     expect_bad("version is 4, expected 2 or 3");
+    writer.version = 99;
+    expect_bad("version is 99, expected 2 or 3");
+    writer.version = 0x02000000;
+    expect_bad("big-endian");
     writer.version = 0;
     expect_bad("version is 0, expected 2 or 3");
     writer.version = 0x03000000;
@@ -525,7 +531,10 @@ END_TEST
 
 START_TEST(refuses_counts_that_do_not_fit)
 {
-    static const uint64_t counts[] = {1, 1000, UINT64_C(1) << 32, INT64_MAX, UINT64_MAX / 13 + 2};
+    static const uint64_t counts[] = {1, 1000, UINT64_C(1) << 32, INT64_MAX, UINT64_C(1) << 63,
+                                      UINT64_MAX / 14 + 2,
+                                      /* With the entries that there are: */
+                                      UINT64_MAX - 13};
 
     for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
         write_sample();
@@ -597,8 +606,40 @@ START_TEST(refuses_bad_metadata_types)
     expect_bad_then_restart("metadata entry list: the array's element type is 99");
     gguf_writer_array(&writer, "list", GGUF_ARRAY, NULL, 0, 0);
     expect_bad_then_restart("metadata entry list: is an array of arrays");
+    gguf_writer_array(&writer, "list", GGUF_ARRAY, NULL, UINT64_MAX, 0);
+    expect_bad_then_restart("metadata entry list: is an array of arrays");
+}
+END_TEST
+
+START_TEST(refuses_bad_names)
+{
+    /* A lone continuation, a sequence cut short, an overlong slash, a surrogate, beyond Unicode. */
+    static const char *const bad[] = {"\x80", "ke\xc3", "\xc0\xaf", "\xed\xa0\x80",
+                                      "\xf4\x90\x80\x80"};
+    struct gguf *gguf;
+
+    gguf_writer_uint(&writer, "good", 1);
     gguf_writer_uint(&writer, "", 1);
-    expect_bad_then_restart("metadata entry 1: the key has 0 bytes");
+    expect_bad_then_restart("metadata entry 2: the key has 0 bytes");
+    writer.metadata_count++;
+    bytes_u64(&writer.metadata, 65536);
+    for (int i = 0; i < 70000; i++)
+        bytes_append(&writer.metadata, "x", 1);
+    expect_bad_then_restart("metadata entry 1: the key has 65536 bytes, expected 1 to 65535");
+    gguf_writer_tensor(&writer, "good", 0, 4, 0, NULL);
+    gguf_writer_tensor(&writer, "", 0, 4, 0, NULL);
+    expect_bad_then_restart("tensor 2: the name has 0 bytes");
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        gguf_writer_uint(&writer, bad[i], 1);
+        expect_bad_then_restart("metadata entry 1: the key is not UTF-8");
+        gguf_writer_tensor(&writer, bad[i], 0, 4, 0, NULL);
+        expect_bad_then_restart("tensor 1: the name is not UTF-8");
+    }
+    gguf_writer_uint(&writer, "\xe2\x82\xac", 1);
+    gguf_writer_string(&writer, "bytes", "\xff");
+    gguf = open_good();
+    ck_assert(gguf_has(gguf, "\xe2\x82\xac"));
+    gguf_close(gguf);
 }
 END_TEST
 
@@ -660,7 +701,21 @@ START_TEST(refuses_bad_shapes)
 
     expect_bad_tensor(0, 0, NULL, 0, "has 0 dimensions");
     expect_bad_tensor(0, 5, DIMENSIONS(1, 1, 1, 1, 1), 0, "has 5 dimensions");
+    for (size_t i = 0; i < 3; i++) {
+        static const uint32_t counts[] = {4000000, 1u << 31, UINT32_MAX};
+        char what[64];
+
+        writer.tensor_count = 1;
+        bytes_string(&writer.tensors, "bad");
+        bytes_u32(&writer.tensors, counts[i]);
+        for (int j = 0; j < 1000; j++)
+            bytes_u64(&writer.tensors, 1);
+        snprintf(what, sizeof what, "tensor bad: has %u dimensions, expected 1 to 4", counts[i]);
+        expect_bad_then_restart(what);
+    }
+    expect_bad_tensor(0, 1, DIMENSIONS(0), 0, "dimension 0 is 0");
     expect_bad_tensor(0, 2, DIMENSIONS(4, 0), 0, "dimension 1 is 0");
+    expect_bad_tensor(2, 4, DIMENSIONS(32, 1, 0, UINT64_MAX), 0, "dimension 2 is 0");
     expect_bad_tensor(0, 2, DIMENSIONS(two32, two32), 0, "dimension 1 is 4294967296: the number");
     expect_bad_tensor(0, 3, DIMENSIONS(4, two62, 4), 0, "the number of elements overflows");
     expect_bad_tensor(0, 4, DIMENSIONS(two32, 2, 4, two32), 0, "the number of elements overflows");
@@ -691,6 +746,11 @@ START_TEST(refuses_bad_offsets)
     for (int i = 0; i < 12; i++)
         bytes_u64(&writer.data, 0);
     expect_bad_then_restart("tensor lap: the offset 32 lies inside another tensor");
+    gguf_writer_entry(&writer, "one", 0, 1, DIMENSIONS(16), 0);
+    gguf_writer_entry(&writer, "same", 0, 1, DIMENSIONS(16), 0);
+    for (int i = 0; i < 12; i++)
+        bytes_u64(&writer.data, 0);
+    expect_bad_then_restart("the offset 0 lies inside another tensor");
 }
 END_TEST
 
@@ -767,6 +827,7 @@ int main(void)
     tcase_add_test(test_case, refuses_counts_that_do_not_fit);
     tcase_add_test(test_case, refuses_long_strings_and_arrays);
     tcase_add_test(test_case, refuses_bad_metadata_types);
+    tcase_add_test(test_case, refuses_bad_names);
     tcase_add_test(test_case, refuses_duplicates);
     tcase_add_test(test_case, refuses_bad_alignments);
     tcase_add_test(test_case, refuses_bad_shapes);

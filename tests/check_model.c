@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: MIT */
-/* Model files: the two fixtures, made-up GGUF models, and models that must be refused. */
+/* Model files: the fixtures, made-up GGUF models, and models that must be refused. */
+#define _GNU_SOURCE /* memmem */
 #include <errno.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "../tools/runner/model.h"
@@ -415,6 +418,7 @@ START_TEST(reads_end_tokens_from_both_files)
 {
     static const char generation[] = "{\"eos_token_id\":[7,2,9],\"bos_token_id\":5}";
     json_t *config = load_config("tiny-llama3");
+    char text[400], *tokens;
     struct model *model;
 
     set(config, "eos_token_id", "[2, 3]");
@@ -435,6 +439,16 @@ START_TEST(reads_end_tokens_from_both_files)
     expect_failure(folder, "generation_config.json: ", "eos_token_id: is 320, outside the vocab");
     write_file(generation_path, "{\"eos_token_id\":\"x\"}", 20);
     expect_failure(folder, "generation_config.json: ", "eos_token_id: is not a token id");
+    tokens = tests_allocate(65, 4);
+    for (int i = 0; i < 65; i++)
+        snprintf(tokens + 4 * i, 5, "%3d%s", 100 + i, i < 64 ? "," : "");
+    snprintf(text, sizeof text, "{\"eos_token_id\":[%s]}", tokens);
+    free(tokens);
+    write_file(generation_path, text, strlen(text));
+    expect_failure(folder, "generation_config.json: ",
+                   "eos_token_id: there are more than 64 tokens that end a text");
+    write_file(generation_path, "{\"eos_token_id\":18446744073709551615}", 37);
+    expect_failure(folder, "generation_config.json: ", "line 1: is not valid JSON: too big");
     write_file(generation_path, "{", 1);
     expect_failure(folder, "generation_config.json: ", "line 1: is not valid JSON");
 }
@@ -480,6 +494,13 @@ START_TEST(refuses_bad_configs)
          "hidden_size: is 9223372036854775807"},
         {"tiny-llama3", "num_hidden_layers", "0", "num_hidden_layers: is 0"},
         {"tiny-llama3", "num_hidden_layers", "65537", "num_hidden_layers: is 65537"},
+        {"tiny-llama3", "num_hidden_layers", "4294967295", "num_hidden_layers: is 4294967295"},
+        {"tiny-llama3", "num_hidden_layers", "[3]", "num_hidden_layers: is not an integer"},
+        {"tiny-llama3", "max_position_embeddings", "2147483648",
+         "max_position_embeddings: is 2147483648, expected 1 to 2147483647"},
+        {"tiny-llama3", "max_position_embeddings", "0", "max_position_embeddings: is 0"},
+        {"tiny-llama3", "num_attention_heads", "5", "num_key_value_heads: 5 query heads cannot"},
+        {"tiny-llama3", "rms_norm_eps", "-1", "rms_norm_eps: is -1, expected a number above 0"},
         {"tiny-llama3", "intermediate_size", "0", "intermediate_size: is 0"},
         {"tiny-llama3", "num_attention_heads", "0", "num_attention_heads: is 0"},
         {"tiny-llama3", "num_key_value_heads", "4", "num_key_value_heads: 6 query heads cannot"},
@@ -516,6 +537,11 @@ START_TEST(refuses_bad_configs)
          "rope_parameters.truncate: is not true or false"},
         {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"yarn\",\"factor\":4,\"rope_theta\":1}",
          "theta is 1, YaRN needs"},
+        {"tiny-llama3", "rope_parameters", "{\"rope_type\":\"linear\",\"factor\":1e-300}",
+         "RoPE: pair 0 turns by 1e+300 a position, out of range"},
+        {"tiny-llama3", "rope_parameters",
+         "{\"rope_type\":\"yarn\",\"factor\":4,\"attention_factor\":1e300}",
+         "RoPE's attention factor is not finite"},
         {"tiny-llama3", "rope_parameters", "{\"full_attention\":{\"rope_type\":\"default\"}}",
          "rope_parameters.full_attention: RoPE that differs by layer"},
         {"tiny-llama3", "rope_parameters", "{\"rope_type\":1}", "rope_type: is not a string"},
@@ -639,6 +665,49 @@ START_TEST(refuses_configs_that_the_tensors_contradict)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         expect_bad_config(cases[i].model, cases[i].key, cases[i].value,
                           "/model.safetensors: ", cases[i].what);
+}
+END_TEST
+
+/* Opens the fixture with `from` replaced by `to`, of the same length, in the header. */
+static void expect_bad_header(const char *from, const char *to, const char *what)
+{
+    json_t *config = load_config("tiny-llama3");
+    struct stat status;
+    unsigned char *file, *place;
+    FILE *stream;
+
+    ck_assert_uint_eq(strlen(from), strlen(to));
+    ck_assert_int_eq(stat(tests_path("tiny-llama3/model.safetensors"), &status), 0);
+    file = tests_allocate((size_t)status.st_size, 1);
+    stream = fopen(tests_path("tiny-llama3/model.safetensors"), "rb");
+    ck_assert_uint_eq(fread(file, (size_t)status.st_size, 1, stream), 1);
+    fclose(stream);
+    place = memmem(file, 8000, from, strlen(from));
+    ck_assert_ptr_nonnull(place);
+    memcpy(place, to, strlen(to));
+    write_file(tensors_path, file, (size_t)status.st_size);
+    free(file);
+    ck_assert_int_eq(json_dump_file(config, config_path, 0), 0);
+    json_decref(config);
+    expect_failure(folder, "/model.safetensors: ", what);
+}
+
+START_TEST(refuses_tensors_of_wrong_shapes_and_types)
+{
+    expect_bad_header("\"model.norm.weight\":{\"dtype\":\"BF16\"",
+                      "\"model.norm.weight\":{\"dtype\":\"I16\" ",
+                      "tensor model.norm.weight: the element type I16 is not supported; supported: "
+                      "F32, F16, BF16");
+    expect_bad_header("\"model.norm.weight\":{\"dtype\":\"BF16\"",
+                      "\"model.norm.weight\":{\"dtype\":\"F32\" ",
+                      "tensor model.norm.weight: data_offsets span 384 bytes");
+    expect_bad_header("\"model.norm.weight\"", "\"model.worm.weight\"",
+                      "tensor model.norm.weight: is missing");
+    expect_bad_header("\"shape\":[192]", "\"shape\":[191]", "data_offsets span 384 bytes");
+    expect_bad_header("\"shape\":[320,192]", "\"shape\":[192,320]",
+                      "is 192 x 320 (rows x columns), expected ");
+    expect_bad_header("\"shape\":[320,192]", "\"shape\":[0  ,192]",
+                      "data_offsets span 122880 bytes");
 }
 END_TEST
 
@@ -812,6 +881,106 @@ static void expect_bad_recipe(struct recipe recipe, const char *what)
     write_model(&recipe);
     expect_bad_gguf(what);
 }
+
+/* One entry added to a good model. */
+static void expect_bad_uint(const char *key, uint32_t value, const char *what)
+{
+    gguf_writer_uint(&writer, key, value);
+    expect_bad_recipe((struct recipe){0}, what);
+}
+
+static void expect_bad_float(const char *key, float value, const char *what)
+{
+    gguf_writer_float(&writer, key, value);
+    expect_bad_recipe((struct recipe){0}, what);
+}
+
+static void expect_bad_string(const char *key, const char *value, const char *what)
+{
+    gguf_writer_string(&writer, key, value);
+    expect_bad_recipe((struct recipe){0}, what);
+}
+
+/* What may be a number, but is not: for every key. */
+START_TEST(refuses_gguf_values_of_other_types)
+{
+    static const char *const sizes[] = {
+        "block_count",          "context_length",       "embedding_length",
+        "feed_forward_length",  "attention.head_count", "attention.head_count_kv",
+        "attention.key_length",
+    };
+    static const uint64_t two63 = UINT64_C(1) << 63;
+    static const uint32_t list[] = {2, 2};
+    static const int32_t minus = -2;
+    char key[64], what[128];
+
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        const struct recipe recipe = {.omit = sizes[i]};
+
+        snprintf(key, sizeof key, "llama.%s", sizes[i]);
+        gguf_writer_string(&writer, key, "2");
+        snprintf(what, sizeof what, "%s: is STRING, expected an integer", key);
+        expect_bad_recipe(recipe, what);
+        gguf_writer_float(&writer, key, 2);
+        snprintf(what, sizeof what, "%s: is FLOAT32, expected an integer", key);
+        expect_bad_recipe(recipe, what);
+        gguf_writer_array(&writer, key, GGUF_UINT32, list, 2, sizeof list);
+        snprintf(what, sizeof what, "%s: is an array of UINT32, expected an integer", key);
+        expect_bad_recipe(recipe, what);
+        gguf_writer_value(&writer, key, GGUF_INT32, &minus, sizeof minus);
+        snprintf(what, sizeof what, "%s: is -2, expected 0 or more", key);
+        expect_bad_recipe(recipe, what);
+        gguf_writer_value(&writer, key, GGUF_UINT64, &two63, sizeof two63);
+        snprintf(what, sizeof what, "%s: is 2^63 or more", key);
+        expect_bad_recipe(recipe, what);
+        gguf_writer_uint(&writer, key, 0);
+        snprintf(what, sizeof what, "%s: is 0, expected %s to", key,
+                 is("attention.key_length", sizes[i]) ? "8" : "1");
+        expect_bad_recipe(recipe, what);
+        gguf_writer_uint(&writer, key, UINT32_MAX);
+        snprintf(what, sizeof what, "%s: is 4294967295, expected", key);
+        expect_bad_recipe(recipe, what);
+    }
+    gguf_writer_uint(&writer, "llama.attention.layer_norm_rms_epsilon", 1);
+    expect_bad_recipe((struct recipe){.omit = "attention.layer_norm_rms_epsilon"},
+                      "layer_norm_rms_epsilon: is UINT32, expected FLOAT32 or FLOAT64");
+    gguf_writer_uint(&writer, "general.architecture", 1);
+    expect_bad_recipe((struct recipe){.omit = "general.architecture"},
+                      "general.architecture: is UINT32, expected STRING");
+}
+END_TEST
+
+START_TEST(refuses_gguf_vocabularies_that_disagree)
+{
+    static const char *const words[VOCABULARY + 1] = {"a", "b"};
+    const char *tokens[VOCABULARY + 1];
+    static const uint8_t bytes[VOCABULARY];
+    struct model *model;
+
+    for (size_t i = 0; i <= VOCABULARY; i++)
+        tokens[i] = words[i] != NULL ? words[i] : "c";
+    for (size_t count = VOCABULARY - 1; count <= VOCABULARY + 1; count += 2) {
+        gguf_writer_strings(&writer, "tokenizer.ggml.tokens", tokens, count);
+        expect_bad_recipe((struct recipe){0},
+                          count < VOCABULARY
+                              ? "tokenizer.ggml.tokens: lists 39 tokens, but the embedding has 40"
+                              : "tokenizer.ggml.tokens: lists 41 tokens, but the embedding has 40");
+    }
+    gguf_writer_array(&writer, "tokenizer.ggml.tokens", GGUF_UINT8, bytes, VOCABULARY, VOCABULARY);
+    expect_bad_recipe((struct recipe){0}, "tokens: is an array of UINT8, expected an array of STR");
+    expect_bad_uint("llama.vocab_size", VOCABULARY - 1,
+                    "vocab_size: is 39, but the vocabulary has");
+    expect_bad_uint("llama.vocab_size", UINT32_MAX,
+                    "vocab_size: is 4294967295, but the vocabulary");
+
+    gguf_writer_strings(&writer, "tokenizer.ggml.tokens", tokens, VOCABULARY);
+    gguf_writer_uint(&writer, "llama.vocab_size", VOCABULARY);
+    write_model(&(struct recipe){0});
+    model = open_writer();
+    ck_assert_uint_eq(model->vocabulary, VOCABULARY);
+    model_close(model);
+}
+END_TEST
 
 START_TEST(opens_gguf_of_every_type)
 {
@@ -1218,25 +1387,6 @@ START_TEST(refuses_bad_gguf_geometry)
 }
 END_TEST
 
-/* One entry added to a good model. */
-static void expect_bad_uint(const char *key, uint32_t value, const char *what)
-{
-    gguf_writer_uint(&writer, key, value);
-    expect_bad_recipe((struct recipe){0}, what);
-}
-
-static void expect_bad_float(const char *key, float value, const char *what)
-{
-    gguf_writer_float(&writer, key, value);
-    expect_bad_recipe((struct recipe){0}, what);
-}
-
-static void expect_bad_string(const char *key, const char *value, const char *what)
-{
-    gguf_writer_string(&writer, key, value);
-    expect_bad_recipe((struct recipe){0}, what);
-}
-
 START_TEST(refuses_unsupported_gguf_features)
 {
     static const float factors[9] = {1, 1, 1, 1, -1, 1, 1, 1, 1};
@@ -1300,6 +1450,129 @@ START_TEST(refuses_truncated_gguf)
 }
 END_TEST
 
+/* --- memory ----------------------------------------------------------------------------------- */
+
+/* How many bytes more than before opening the model, which is refused, took at once. */
+static size_t measure_opening(const char *path)
+{
+    size_t bytes = 0;
+    int ends[2];
+    pid_t child;
+    int status;
+
+    ck_assert_int_eq(pipe(ends), 0);
+    child = fork();
+    ck_assert_int_ge(child, 0);
+    if (child == 0) {
+        struct rusage before, after;
+        struct model *model;
+        bool opened;
+
+        getrusage(RUSAGE_SELF, &before);
+        opened = model_open(path, &model, &error);
+        getrusage(RUSAGE_SELF, &after);
+        bytes = (size_t)(after.ru_maxrss - before.ru_maxrss) * 1024;
+        _exit(!opened && write(ends[1], &bytes, sizeof bytes) == sizeof bytes ? 0 : 1);
+    }
+    ck_assert_int_eq(waitpid(child, &status, 0), child);
+    ck_assert_int_eq(status, 0);
+    ck_assert_int_eq(read(ends[0], &bytes, sizeof bytes), sizeof bytes);
+    close(ends[0]);
+    close(ends[1]);
+    return bytes;
+}
+
+/* AddressSanitizer, where it is there; it multiplies small blocks. */
+extern void __asan_init(void) __attribute__((weak));
+
+static void check_memory(const char *path, size_t file_size, const char *what)
+{
+    const size_t bytes = measure_opening(path);
+
+    if (__asan_init == NULL)
+        ck_assert_msg(bytes <= 40 * file_size + ((size_t)2 << 20),
+                      "%s: %zu bytes for a file of %zu", what, bytes, file_size);
+}
+
+static void check_gguf_memory(const char *what)
+{
+    struct bytes image = gguf_writer_image(&writer);
+
+    write_file(gguf_path, image.data, image.size);
+    check_memory(gguf_path, image.size, what);
+    bytes_free(&image);
+    restart();
+}
+
+static void check_header_memory(const char *before, const char *unit, const char *after)
+{
+    struct bytes file = {0}, header = {0};
+    char text[64];
+
+    bytes_append(&header, before, strlen(before));
+    for (int i = 0; header.size < 4000000; i++) {
+        const int length = snprintf(text, sizeof text, unit, i);
+
+        bytes_append(&header, text, (size_t)length);
+    }
+    bytes_append(&header, after, strlen(after));
+    bytes_u64(&file, header.size);
+    bytes_append(&file, header.data, header.size);
+    write_file(tensors_path, file.data, file.size);
+    check_memory(folder, file.size, unit);
+    bytes_free(&file);
+    bytes_free(&header);
+}
+
+/* What is claimed costs nothing, and what is there a small multiple of its size. */
+START_TEST(bounds_memory)
+{
+    static const uint64_t dimensions[] = {1};
+    static const uint8_t bytes[1 << 20];
+    json_t *config = load_config("tiny-llama3");
+    char name[32];
+
+    write_model(&(struct recipe){0});
+    writer.claimed_tensors = UINT32_MAX;
+    check_gguf_memory("claimed tensors");
+    write_model(&(struct recipe){0});
+    writer.claimed_metadata = UINT32_MAX;
+    check_gguf_memory("claimed metadata");
+    write_model(&(struct recipe){0});
+    gguf_writer_array(&writer, "list", GGUF_STRING, NULL, UINT32_MAX, 0);
+    check_gguf_memory("claimed strings");
+    for (int i = 0; i < 100000; i++) {
+        snprintf(name, sizeof name, "%x", (unsigned)i);
+        gguf_writer_bool(&writer, name, 1);
+    }
+    check_gguf_memory("metadata");
+    for (int i = 0; i < 100000; i++) {
+        snprintf(name, sizeof name, "%x", (unsigned)i);
+        gguf_writer_entry(&writer, name, 39, 1, dimensions, 0);
+    }
+    check_gguf_memory("tensors");
+    write_model(&(struct recipe){0});
+    gguf_writer_array(&writer, "tokenizer.ggml.tokens", GGUF_STRING, bytes, sizeof bytes / 8,
+                      sizeof bytes);
+    check_gguf_memory("strings");
+
+    ck_assert_int_eq(json_dump_file(config, config_path, 0), 0);
+    check_header_memory("{\"__metadata__\":[", "%d,", "1]}");
+    check_header_memory("{\"__metadata__\":[", "[],", "1]}");
+    check_header_memory("{\"__metadata__\":[", "{},", "1]}");
+    check_header_memory("{\"__metadata__\":[", "\"\",", "1]}");
+    check_header_memory("{", "\"%x\":1,", "\"\":1}");
+    check_header_memory("{", "\"%x\":{\"dtype\":\"X\",\"shape\":[0],\"data_offsets\":[0,0]},",
+                        "\"\":1}");
+    write_file(index_path, bytes, sizeof bytes);
+    unlink(tensors_path);
+    check_memory(folder, sizeof bytes, "index");
+    write_file(config_path, bytes, sizeof bytes);
+    check_memory(folder, sizeof bytes, "config");
+    json_decref(config);
+}
+END_TEST
+
 int main(void)
 {
     Suite *suite = suite_create("model");
@@ -1320,6 +1593,7 @@ int main(void)
     tcase_add_test(test_case, knows_windows_of_mistral);
     tcase_add_test(test_case, refuses_other_architectures);
     tcase_add_test(test_case, refuses_configs_that_the_tensors_contradict);
+    tcase_add_test(test_case, refuses_tensors_of_wrong_shapes_and_types);
     tcase_add_test(test_case, refuses_broken_folders);
     tcase_add_test(test_case, opens_gguf_of_every_type);
     tcase_add_test(test_case, opens_gguf_qwen3);
@@ -1335,8 +1609,11 @@ int main(void)
     tcase_add_test(test_case, refuses_gguf_of_wrong_shapes);
     tcase_add_test(test_case, refuses_gguf_of_unsupported_types);
     tcase_add_test(test_case, refuses_bad_gguf_geometry);
+    tcase_add_test(test_case, refuses_gguf_values_of_other_types);
+    tcase_add_test(test_case, refuses_gguf_vocabularies_that_disagree);
     tcase_add_test(test_case, refuses_unsupported_gguf_features);
     tcase_add_test(test_case, refuses_truncated_gguf);
+    tcase_add_test(test_case, bounds_memory);
     suite_add_tcase(suite, test_case);
     return tests_run(suite);
 }

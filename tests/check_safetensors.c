@@ -134,6 +134,9 @@ START_TEST(refuses_what_is_not_a_file)
     ck_assert_int_eq(mkdir(path, 0700), 0);
     expect_failure("is a directory");
     rmdir(path);
+    ck_assert_int_eq(mkfifo(path, 0600), 0);
+    expect_failure("is not a regular file");
+    unlink(path);
     write_file(path, "", 0);
     expect_failure("is empty");
 }
@@ -175,6 +178,12 @@ START_TEST(refuses_bad_json)
     expect_bad("", 0, "the header: line 1: is not valid JSON");
     expect_bad("[]", 0, "the header: is not a JSON object");
     expect_bad("{\"a\":1}", 0, "tensor a: is not a JSON object");
+    expect_bad("{\"\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4,
+               "tensor 1: the name is empty");
+    expect_bad("{\"\xff\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4,
+               "the header: line 1: is not valid JSON: unable to decode byte");
+    expect_bad("{\"a\\u0000b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4,
+               "the header: line 1: is not valid JSON");
     expect_bad("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
                "\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}",
                8, "duplicate");
@@ -210,6 +219,53 @@ START_TEST(refuses_bad_entries)
     expect_bad(TENSOR("\"BF16\"", "[2,2]", "[0,4]"), 4, "tensor a: data_offsets span 4 bytes");
     expect_bad(TENSOR("\"F32\"", "[0]", "[0,4]"), 4, "tensor a: data_offsets span 4 bytes");
     expect_bad(TENSOR("\"I8\"", "[1]", "[0,9]"), 4, "tensor a: data_offsets end at 9");
+}
+END_TEST
+
+/* `count` times `unit` after `before`, and then `after`. */
+static char *repeat(const char *before, const char *unit, size_t count, const char *after)
+{
+    struct bytes text = {0};
+
+    bytes_append(&text, before, strlen(before));
+    for (size_t i = 0; i < count; i++)
+        bytes_append(&text, unit, strlen(unit));
+    bytes_append(&text, after, strlen(after) + 1);
+    return (char *)text.data;
+}
+
+static void expect_bad_flood(const char *before, const char *unit, size_t count, const char *after,
+                             const char *what)
+{
+    char *header = repeat(before, unit, count, after);
+
+    expect_bad(header, 4, what);
+    free(header);
+}
+
+START_TEST(refuses_floods)
+{
+    static const char quoted[] =
+        "{\"__metadata__\":{\"json\":\"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[["
+        "[[[[[[[[[["
+        "[[[[[[[[[[[[[[[[[[[[[[[[[[[[{{{{{{{{{{{{{{{{{{{{{{{{{{{{{{{\\\"[[[[[\"}}";
+    struct safetensors *file;
+
+    expect_bad_flood("{\"a\":{\"dtype\":\"F32\",\"shape\":[", "1,", 1000000,
+                     "1],\"data_offsets\":[0,4]}}", "tensor a: shape is not an array of at most 4");
+    expect_bad_flood("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[", "0,", 1000000,
+                     "4]}}", "tensor a: data_offsets is not [BEGIN, END]");
+    expect_bad_flood("{\"a\":[", "[],", 1000000, "1]}",
+                     "the header: 1000002 arrays and objects in 30000");
+    expect_bad_flood("{\"a\":[", "{},", 1000000, "1]}", "arrays and objects in");
+    expect_bad_flood("{\"a\":", "[", 1000000, "", "arrays and objects in");
+    expect_bad_flood("{\"a\":", "                [", 10000, "",
+                     "is not valid JSON: maximum parsing depth reached");
+    expect_bad_flood("{\"a\":\"", "xxxxxxxx", 3000000, "\"}",
+                     "the header length is 24000008, the file has 24000020 bytes");
+    write_tensors(quoted, 0);
+    ck_assert_msg(safetensors_open(path, &file, &error), "%s", error.text);
+    safetensors_close(file);
 }
 END_TEST
 
@@ -343,6 +399,7 @@ int main(void)
     tcase_add_test(test_case, refuses_bad_header_lengths);
     tcase_add_test(test_case, refuses_bad_json);
     tcase_add_test(test_case, refuses_bad_entries);
+    tcase_add_test(test_case, refuses_floods);
     tcase_add_test(test_case, refuses_holes_and_overlaps);
     tcase_add_test(test_case, reads_what_is_not_aligned);
     tcase_add_test(test_case, reads_an_index);

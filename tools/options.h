@@ -100,7 +100,7 @@ bool text_check_utf8(const char *what, const char *data, size_t size, struct err
 
 /* ---- Ctrl-C and progress --------------------------------------------------------------------- */
 
-/* From now on the first Ctrl-C or SIGTERM only makes interrupt_seen() true; the second one kills. */
+/* From now on the first Ctrl-C (or SIGTERM) only makes interrupt_seen() true; the second kills. */
 void interrupt_catch(void);
 bool interrupt_seen(void);
 

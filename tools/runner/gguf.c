@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <utf8proc.h>
+
 enum value_type {
     TYPE_UINT8,
     TYPE_INT8,
@@ -43,7 +45,7 @@ static const struct {
 #define MIN_FIELD_BYTES  (8 + 1 + 4 + 1)
 #define MIN_TENSOR_BYTES (8 + 1 + 4 + 8 + 4 + 8)
 
-#define MAX_KEY_BYTES     65535
+#define MAX_NAME_BYTES    65535
 #define DEFAULT_ALIGNMENT 32
 #define MIN_ALIGNMENT     8
 
@@ -158,6 +160,35 @@ static bool take_string(struct cursor *cursor, struct gguf_string *string, const
     return true;
 }
 
+static bool is_utf8(struct gguf_string string)
+{
+    const utf8proc_uint8_t *bytes = (const utf8proc_uint8_t *)string.data;
+    utf8proc_int32_t character;
+
+    for (size_t i = 0; i < string.size;) {
+        const utf8proc_ssize_t length =
+            utf8proc_iterate(bytes + i, (utf8proc_ssize_t)(string.size - i), &character);
+
+        if (length <= 0)
+            return false;
+        i += (size_t)length;
+    }
+    return true;
+}
+
+/* A key or a tensor's name. */
+static bool take_name(struct cursor *cursor, struct gguf_string *name, const char *what)
+{
+    if (!take_string(cursor, name, what))
+        return false;
+    if (name->size == 0 || name->size > MAX_NAME_BYTES)
+        return fail(cursor, "%s has %zu bytes, expected 1 to %d", what, name->size, MAX_NAME_BYTES);
+    if (!is_utf8(*name))
+        return fail(cursor, "%s is not UTF-8", what);
+    cursor->name = *name;
+    return true;
+}
+
 static bool take_value_type(struct cursor *cursor, enum value_type *type, const char *what)
 {
     uint32_t number;
@@ -205,12 +236,8 @@ static bool take_field(struct cursor *cursor, struct field *field)
 {
     struct gguf_string string;
 
-    if (!take_string(cursor, &field->key, "the key"))
+    if (!take_name(cursor, &field->key, "the key"))
         return false;
-    if (field->key.size == 0 || field->key.size > MAX_KEY_BYTES)
-        return fail(cursor, "the key has %zu bytes, expected 1 to %d", field->key.size,
-                    MAX_KEY_BYTES);
-    cursor->name = field->key;
     if (!take_value_type(cursor, &field->type, "the value's type"))
         return false;
     if (field->type == TYPE_ARRAY)
@@ -228,11 +255,8 @@ static bool take_tensor(struct cursor *cursor, struct tensor_entry *entry)
     uint32_t dimension_count;
     size_t elements = 1, row_bytes;
 
-    if (!take_string(cursor, &tensor->name, "the name"))
+    if (!take_name(cursor, &tensor->name, "the name"))
         return false;
-    if (tensor->name.size == 0)
-        return fail(cursor, "the name is empty");
-    cursor->name = tensor->name;
     if (!take_u32(cursor, &dimension_count, "the number of dimensions"))
         return false;
     if (dimension_count < 1 || dimension_count > GGUF_MAX_DIMENSIONS)

@@ -15,7 +15,8 @@
 /* An open file: immutable after gguf_open, so every function but gguf_close is thread-safe. */
 struct gguf;
 
-/* Bytes inside the mapped file, any value, not terminated; valid until gguf_close. */
+/* Bytes inside the mapped file, not terminated; valid until gguf_close. Keys and names are UTF-8,
+ * other strings any bytes. */
 struct gguf_string {
     const char *data;
     size_t size;

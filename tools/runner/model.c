@@ -29,6 +29,7 @@
 
 /* Real configurations have a few thousand. */
 #define MAX_CONFIG_BYTES ((size_t)1 << 20)
+#define MAX_END_TOKENS   64
 
 /* Every layer has two norms and seven matrices. */
 #define MIN_LAYER_TENSORS 9
@@ -295,10 +296,13 @@ static bool set_frequencies(struct model *model, const float *divisors, bool tru
                              reader->path, i, frequency);
         model->rope_inverse_frequencies[i] = (float)frequency;
     }
+    if (!isfinite(model->rope_magnitude))
+        return error_set(reader->error, "%s: RoPE's attention factor is not finite", reader->path);
     return true;
 }
 
-static bool add_end_token(struct model *model, int32_t token, const char *path, struct error *error)
+static bool add_end_token(struct model *model, int32_t token, const char *path, const char *key,
+                          struct error *error)
 {
     int32_t *tokens;
 
@@ -306,6 +310,9 @@ static bool add_end_token(struct model *model, int32_t token, const char *path, 
         if (model->end_tokens[i] == token)
             return true;
     }
+    if (model->end_token_count == MAX_END_TOKENS)
+        return error_set(error, "%s: %s: there are more than %d tokens that end a text", path, key,
+                         MAX_END_TOKENS);
     tokens = realloc(model->end_tokens, (model->end_token_count + 1) * sizeof *tokens);
     if (tokens == NULL)
         return error_set(error, "%s: out of memory", path);
@@ -826,7 +833,7 @@ static bool read_gguf_tokens(const struct gguf *gguf, struct model *model, struc
             continue;
         if (!gguf_get_uint(gguf, end_keys[i], &token, error) ||
             !check_token(model, token, path, end_keys[i], error) ||
-            !add_end_token(model, (int32_t)token, path, error))
+            !add_end_token(model, (int32_t)token, path, end_keys[i], error))
             return false;
     }
     if (gguf_has(gguf, bos_key)) {
@@ -838,13 +845,33 @@ static bool read_gguf_tokens(const struct gguf *gguf, struct model *model, struc
     return true;
 }
 
-static bool count_gguf_vocabulary(const struct gguf *gguf, struct model *model, struct error *error)
+/* The embedding's rows, or without tensors the tokens listed, are the vocabulary; what else speaks
+ * of its size has to agree. */
+static bool check_gguf_vocabulary(struct reader *reader, struct model *model)
 {
+    static const char list_key[] = "tokenizer.ggml.tokens";
+    static const struct field vocabulary = {"vocab_size", NULL};
     struct gguf_string *tokens;
+    size_t count;
 
-    if (!gguf_get_strings(gguf, "tokenizer.ggml.tokens", &tokens, &model->vocabulary, error))
+    if (!model->has_weights || gguf_has(reader->gguf, list_key)) {
+        if (!gguf_get_strings(reader->gguf, list_key, &tokens, &count, reader->error))
+            return false;
+        free(tokens);
+        if (!model->has_weights)
+            model->vocabulary = count;
+        if (count != model->vocabulary)
+            return error_set(reader->error,
+                             "%s: %s: lists %zu tokens, but the embedding has %zu rows",
+                             reader->path, list_key, count, model->vocabulary);
+    }
+    if (!reader_has(reader, vocabulary))
+        return true;
+    if (!reader_size(reader, vocabulary, 0, SIZE_MAX, &count))
         return false;
-    free(tokens);
+    if (count != model->vocabulary)
+        return error_set(reader->error, "%s: %s: is %zu, but the vocabulary has %zu tokens",
+                         reader->path, reader->key, count, model->vocabulary);
     return true;
 }
 
@@ -872,10 +899,8 @@ static bool open_gguf(const char *path, bool header_only, struct model *model, s
             return false;
     } else if (!header_only) {
         return error_set(error, "%s: holds no tensors, only a vocabulary", path);
-    } else if (!count_gguf_vocabulary(reader.gguf, model, error)) {
-        return false;
     }
-    if (!read_gguf_tokens(reader.gguf, model, error))
+    if (!check_gguf_vocabulary(&reader, model) || !read_gguf_tokens(reader.gguf, model, error))
         return false;
     if (!header_only)
         gguf_prefetch(reader.gguf);
@@ -1179,12 +1204,12 @@ static bool read_config_tokens(const json_t *config, const char *path, struct mo
         json_array_foreach(end, i, element)
         {
             if (!read_config_token(element, path, "eos_token_id", model, &token, error) ||
-                !add_end_token(model, token, path, error))
+                !add_end_token(model, token, path, "eos_token_id", error))
                 return false;
         }
     } else if (end != NULL && !json_is_null(end)) {
         if (!read_config_token(end, path, "eos_token_id", model, &token, error) ||
-            !add_end_token(model, token, path, error))
+            !add_end_token(model, token, path, "eos_token_id", error))
             return false;
     }
     if (bos != NULL && !json_is_null(bos))
