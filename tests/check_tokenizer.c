@@ -1029,6 +1029,9 @@ START_TEST(bad_files)
     memcpy(nested, "{\"model\":", 9);
     nested[sizeof nested - 1] = '\0';
     write_text("tokenizer.json", nested);
+    check_refused(folder, "/tokenizer.json", "arrays and objects");
+    memset(nested + 5000, ' ', sizeof nested - 1 - 5000);
+    write_text("tokenizer.json", nested);
     check_refused(folder, "/tokenizer.json", "depth");
     write_json("tokenizer.json", root);
     write_text("tokenizer_config.json", "{");

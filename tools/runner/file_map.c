@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -170,4 +171,17 @@ void file_map_close(struct file_map *map)
     }
     free(map->path);
     *map = (struct file_map){0};
+}
+
+char *path_join(const char *folder, const char *name, struct error *error)
+{
+    const size_t size = strlen(folder) + strlen(name) + 2;
+    const bool slash = folder[0] != '\0' && folder[strlen(folder) - 1] == '/';
+    char *path = malloc(size);
+
+    if (path == NULL)
+        error_set(error, "%s: out of memory", folder);
+    else
+        snprintf(path, size, "%s%s%s", folder, slash ? "" : "/", name);
+    return path;
 }

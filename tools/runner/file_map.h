@@ -47,4 +47,7 @@ const char *file_map_using(const char *path);
 /* Unmaps; `map` may be all zero, and is all zero afterwards. */
 void file_map_close(struct file_map *map);
 
+/* "folder/name", which the caller frees; NULL without memory. */
+char *path_join(const char *folder, const char *name, struct error *error);
+
 #endif

@@ -53,7 +53,7 @@ json_t *json_text_parse(const void *text, size_t size, const char *path, const c
     return root;
 }
 
-json_t *json_text_read(const char *path, size_t most, struct error *error)
+json_t *json_text_read(const char *path, size_t most, size_t *size, struct error *error)
 {
     struct file_map map;
     json_t *root = NULL;
@@ -64,6 +64,8 @@ json_t *json_text_read(const char *path, size_t most, struct error *error)
         error_set(error, "%s: is %zu bytes, expected at most %zu", path, map.size, most);
     else
         root = json_text_parse(map.data, map.size, path, "", error);
+    if (size != NULL)
+        *size = map.size;
     file_map_close(&map);
     return root;
 }

@@ -16,7 +16,7 @@
 json_t *json_text_parse(const void *text, size_t size, const char *path, const char *what,
                         struct error *error);
 
-/* The same for a whole file of at most `most` bytes. */
-json_t *json_text_read(const char *path, size_t most, struct error *error);
+/* The same for a whole file of at most `most` bytes; its size goes to *size unless that is NULL. */
+json_t *json_text_read(const char *path, size_t most, size_t *size, struct error *error);
 
 #endif

@@ -909,19 +909,6 @@ static bool open_gguf(const char *path, bool header_only, struct model *model, s
 
 /* --- Hugging Face folders --------------------------------------------------------------------- */
 
-static char *join_path(const char *folder, const char *name, struct error *error)
-{
-    const size_t size = strlen(folder) + strlen(name) + 2;
-    const bool slash = folder[0] != '\0' && folder[strlen(folder) - 1] == '/';
-    char *path = malloc(size);
-
-    if (path == NULL)
-        error_set(error, "%s: out of memory", folder);
-    else
-        snprintf(path, size, "%s%s%s", folder, slash ? "" : "/", name);
-    return path;
-}
-
 /* A flag of config.json; absent and null are false. */
 static bool read_flag(struct reader *reader, const char *key, bool *flag)
 {
@@ -1219,7 +1206,7 @@ static bool read_config_tokens(const json_t *config, const char *path, struct mo
 
 static bool read_generation_config(const char *folder, struct model *model, struct error *error)
 {
-    char *path = join_path(folder, "generation_config.json", error);
+    char *path = path_join(folder, "generation_config.json", error);
     struct stat status;
     json_t *config;
     bool done;
@@ -1230,7 +1217,7 @@ static bool read_generation_config(const char *folder, struct model *model, stru
         free(path);
         return true;
     }
-    config = json_text_read(path, MAX_CONFIG_BYTES, error);
+    config = json_text_read(path, MAX_CONFIG_BYTES, NULL, error);
     done = config != NULL && read_config_tokens(config, path, model, error);
     json_decref(config);
     free(path);
@@ -1239,8 +1226,8 @@ static bool read_generation_config(const char *folder, struct model *model, stru
 
 static bool open_safetensors(const char *folder, struct model *model, struct error *error)
 {
-    char *path = join_path(folder, "model.safetensors", error);
-    char *index = join_path(folder, "model.safetensors.index.json", error);
+    char *path = path_join(folder, "model.safetensors", error);
+    char *index = path_join(folder, "model.safetensors.index.json", error);
     struct stat status;
     bool done = false;
 
@@ -1261,7 +1248,7 @@ static bool open_folder(const char *folder, bool header_only, struct model *mode
                         struct error *error)
 {
     static const struct field vocabulary = {NULL, "vocab_size"};
-    char *config_path = join_path(folder, "config.json", error);
+    char *config_path = path_join(folder, "config.json", error);
     struct reader reader = {.path = config_path, .error = error};
     const struct safetensors *file;
     const char *name;
@@ -1271,7 +1258,7 @@ static bool open_folder(const char *folder, bool header_only, struct model *mode
 
     if (config_path == NULL)
         return false;
-    config = json_text_read(config_path, MAX_CONFIG_BYTES, error);
+    config = json_text_read(config_path, MAX_CONFIG_BYTES, NULL, error);
     if (config == NULL)
         goto out;
     reader.config = config;

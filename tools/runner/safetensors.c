@@ -286,7 +286,7 @@ bool safetensors_open_index(const char *path, struct safetensors **files, struct
     *files = NULL;
     if (opened == NULL)
         return false;
-    root = json_text_read(path, MAX_INDEX_BYTES, error);
+    root = json_text_read(path, MAX_INDEX_BYTES, NULL, error);
     if (root == NULL)
         goto out;
     map = json_object_get(root, "weight_map");

@@ -9,55 +9,25 @@
 #include <jansson.h>
 
 #include "file_map.h"
+#include "json_text.h"
 #include "tokenizer_build.h"
 
-/* "folder/name", which the caller frees; NULL without memory. */
-static char *join_path(const char *folder, const char *name, struct error *error)
-{
-    size_t size = strlen(folder) + 1 + strlen(name) + 1;
-    char *path = malloc(size);
+/* Vocabularies of a quarter of a million tokens take 40 MB. */
+#define MAX_JSON_BYTES ((size_t)128 << 20)
 
-    if (path == NULL) {
-        error_set(error, "%s: out of memory", folder);
-        return NULL;
-    }
-    snprintf(path, size, "%s/%s", folder, name);
-    return path;
+static bool file_exists(const char *path)
+{
+    return access(path, F_OK) == 0 || errno != ENOENT;
 }
 
-/* Maps an optional file: true with map->data NULL if it does not exist. */
-static bool map_optional(const char *path, struct file_map *map, struct error *error)
+/* The object in an optional file; true with *root NULL if it does not exist. */
+static bool load_optional(const char *path, json_t **root, struct error *error)
 {
-    memset(map, 0, sizeof *map);
-    if (access(path, F_OK) != 0 && errno == ENOENT)
-        return true;
-    return file_map_open(path, map, error);
-}
-
-/* The root of a JSON file is an object. *root stays NULL if an optional file does not exist. */
-static bool load_object(const char *path, bool optional, json_t **root, size_t *size,
-                        struct error *error)
-{
-    struct file_map map = {0};
-    json_error_t json_error;
-    bool done = false;
-
     *root = NULL;
-    if (optional ? !map_optional(path, &map, error) : !file_map_open(path, &map, error))
-        return false;
-    if (map.data == NULL)
+    if (!file_exists(path))
         return true;
-    if (size != NULL)
-        *size = map.size;
-    *root = json_loadb((const char *)map.data, map.size, JSON_REJECT_DUPLICATES, &json_error);
-    if (*root == NULL)
-        error_set(error, "%s: line %d: %s", path, json_error.line, json_error.text);
-    else if (!json_is_object(*root))
-        error_set(error, "%s: expected a JSON object", path);
-    else
-        done = true;
-    file_map_close(&map);
-    return done;
+    *root = json_text_read(path, MAX_JSON_BYTES, NULL, error);
+    return *root != NULL;
 }
 
 static bool json_is(const json_t *value, const char *text)
@@ -449,12 +419,12 @@ static const char *json_chat_template(const json_t *config)
 static bool read_chat_template(struct tokenizer *tokenizer, const char *folder,
                                const json_t *config, struct error *error)
 {
-    char *path = join_path(folder, "chat_template.jinja", error);
+    char *path = path_join(folder, "chat_template.jinja", error);
     const char *text = json_chat_template(config);
     struct file_map map = {0};
     bool done = false;
 
-    if (path == NULL || !map_optional(path, &map, error))
+    if (path == NULL || (file_exists(path) && !file_map_open(path, &map, error)))
         goto out;
     if (map.data != NULL)
         tokenizer->chat_template = strndup((const char *)map.data, map.size);
@@ -487,7 +457,8 @@ static bool read_tokenizer_json(struct tokenizer *tokenizer, const char *path, s
     size_t size = 0;
     bool done = false;
 
-    if (!load_object(path, false, &root, &size, error))
+    root = json_text_read(path, MAX_JSON_BYTES, &size, error);
+    if (root == NULL)
         goto out;
     model = json_object_get(root, "model");
     if (!json_model_options(model, &source, error) ||
@@ -514,9 +485,9 @@ out:
 
 bool tokenizer_read_folder(struct tokenizer *tokenizer, const char *folder, struct error *error)
 {
-    char *tokenizer_path = join_path(folder, "tokenizer.json", error);
-    char *config_path = join_path(folder, "tokenizer_config.json", error);
-    char *generation_path = join_path(folder, "generation_config.json", error);
+    char *tokenizer_path = path_join(folder, "tokenizer.json", error);
+    char *config_path = path_join(folder, "tokenizer_config.json", error);
+    char *generation_path = path_join(folder, "generation_config.json", error);
     json_t *config = NULL, *generation = NULL;
     const json_t *add_bos;
     int32_t bos;
@@ -524,8 +495,8 @@ bool tokenizer_read_folder(struct tokenizer *tokenizer, const char *folder, stru
 
     if (tokenizer_path == NULL || config_path == NULL || generation_path == NULL ||
         !read_tokenizer_json(tokenizer, tokenizer_path, error) ||
-        !load_object(config_path, true, &config, NULL, error) ||
-        !load_object(generation_path, true, &generation, NULL, error) ||
+        !load_optional(config_path, &config, error) ||
+        !load_optional(generation_path, &generation, error) ||
         !read_chat_template(tokenizer, folder, config, error) ||
         !json_end_ids(tokenizer, generation_path, generation, error))
         goto out;
