@@ -96,8 +96,9 @@ static void check_whole(const struct talk *talk, size_t from, size_t skip)
     struct token_list whole = {0};
     struct error error;
 
-    ck_assert_msg(chat_format(talk->chat, NULL, talk->turns, talk->count, true, &whole, &error),
-                  "%s", error.text);
+    ck_assert_msg(
+        chat_format(talk->chat, NULL, talk->turns, talk->count, CHAT_ANSWER_BEGINS, &whole, &error),
+        "%s", error.text);
     ck_assert_uint_eq(talk->tokens.count, whole.count + skip);
     for (size_t i = from; i < talk->tokens.count; i++)
         ck_assert_int_eq(talk->tokens.ids[i], whole.ids[i - skip]);

@@ -28,6 +28,8 @@ compare_options 20
 refuse 2 'MODEL: is missing'
 refuse 2 'the prompt is missing' model.gguf
 refuse 2 'give one or the other' model.gguf -p text -f file
+refuse 2 '-i, --json: a chat is not one JSON document' model.gguf -i --json
+refuse 2 '-i, -f -: both would read standard input' model.gguf -i -f -
 refuse 2 '-p: the prompt is empty' model.gguf -p ''
 refuse 2 '-p: not valid UTF-8 at byte offset 3' model.gguf -p "abc$(printf '\377')d"
 refuse 2 '--system: not valid UTF-8' model.gguf -p x --system "$(printf '\300\200')"

@@ -11,6 +11,7 @@ packages="
     automake
     build-essential
     check
+    libedit-dev
     libjansson-dev
     liblapacke-dev
     libopenblas-dev

@@ -255,13 +255,13 @@ bool text_check_utf8(const char *what, const char *data, size_t size, struct err
 
 /* ---- Ctrl-C and progress --------------------------------------------------------------------- */
 
-/* A signal handler can reach nothing but such a variable. */
+/* A signal handler can reach nothing but such a variable. 0, or the signal: SIGTERM stays. */
 static volatile sig_atomic_t interrupted;
 
 static void note_interrupt(int signal)
 {
-    (void)signal;
-    interrupted = 1;
+    if (interrupted != SIGTERM)
+        interrupted = signal;
 }
 
 void interrupt_catch(void)
@@ -276,6 +276,22 @@ void interrupt_catch(void)
 bool interrupt_seen(void)
 {
     return interrupted != 0;
+}
+
+void interrupt_outlive(void)
+{
+    /* An answer that waits for the terminal (Ctrl-S) is not lost. */
+    struct sigaction action = {.sa_handler = note_interrupt, .sa_flags = SA_RESTART};
+
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+}
+
+bool interrupt_forget(void)
+{
+    if (interrupted == SIGINT)
+        interrupted = 0;
+    return interrupted == 0;
 }
 
 void progress_show(const char *format, ...)

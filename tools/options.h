@@ -104,6 +104,14 @@ bool text_check_utf8(const char *what, const char *data, size_t size, struct err
 void interrupt_catch(void);
 bool interrupt_seen(void);
 
+/* For a program that goes on after Ctrl-C: from now on no number of them kills, and of the system
+ * calls that wait only the like of poll(2) end at one. */
+void interrupt_outlive(void);
+
+/* Forgets a Ctrl-C, so that interrupt_seen() is false again; true if it could, for SIGTERM is not
+ * forgotten. */
+bool interrupt_forget(void);
+
 /* Replaces the progress line on standard error if that is a terminal. */
 void progress_show(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

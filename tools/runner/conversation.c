@@ -18,7 +18,8 @@ bool conversation_open(const struct tokenizer *tokenizer, const struct chat *cha
 {
     const struct chat_turn turn = {CHAT_USER, "", 0};
     struct token_list list = {0};
-    bool done = chat == NULL || chat_format(chat, system, &turn, 1, true, &list, error);
+    bool done =
+        chat == NULL || chat_format(chat, system, &turn, 1, CHAT_ANSWER_BEGINS, &list, error);
 
     *conversation = NULL;
     token_list_free(&list);
@@ -164,7 +165,7 @@ bool conversation_ask(struct conversation *conversation, const char *text, size_
     if (!append_turn(conversation, CHAT_USER, text, length, error))
         return false;
     done = chat_format(conversation->chat, conversation->system, conversation->turns,
-                       conversation->count, true, &whole, error) &&
+                       conversation->count, CHAT_ANSWER_BEGINS, &whole, error) &&
            continue_tokens(conversation->tokenizer, &whole, tokens, kept, error);
     token_list_free(&whole);
     if (!done)

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: MIT */
+/* puzzlekv-run: what its parts share. */
+#ifndef PUZZLEKV_TOOLS_RUN_H
+#define PUZZLEKV_TOOLS_RUN_H
+
+#include <jansson.h>
+#include <puzzlekv.h>
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "error.h"
+#include "generate.h"
+#include "kv_spec.h"
+#include "options.h"
+#include "runner/chat.h"
+#include "runner/conversation.h"
+#include "runner/model.h"
+#include "runner/sampler.h"
+#include "runner/tokenizer.h"
+
+#define RUN_PROGRAM "puzzlekv-run"
+
+enum prompt_format { FORMAT_OF_MODEL, FORMAT_CHAT, FORMAT_RAW };
+
+/* The command line, checked. */
+struct run_arguments {
+    const char *model;
+    const char *prompt, *file; /* at most one of them; exactly one unless interactive */
+    bool interactive;
+    size_t predict; /* SIZE_MAX: as many as there is room for */
+    const char *kv; /* as typed */
+    struct kv_spec spec;
+    bool cuda;
+    unsigned threads;
+    pkv_dtype dtype;
+    size_t ctx; /* 0: the default */
+    struct sampler_options sampling;
+    enum prompt_format format;
+    const char *system;
+    const char **stops; /* [stop_count], allocated */
+    size_t stop_count;
+    bool stats, json, help, version;
+};
+
+struct run {
+    const struct run_arguments *arguments;
+    struct kv_spec spec; /* with the ranks for this model */
+    struct model *model;
+    struct tokenizer *tokenizer;
+    struct chat *chat;
+    bool raw; /* prompts are text that the model continues */
+    struct conversation *conversation;
+    struct text prompt; /* no data: there is none */
+    struct generator generator;
+};
+
+/* Talks with the user, after the answer to the first question if there is one in the generator,
+ * until one of them ends; *code is then EXIT_DONE or EXIT_INTERRUPTED. */
+bool run_chat(struct run *run, enum exit_code *code, struct error *error);
+
+/* ---- Results --------------------------------------------------------------------------------- */
+
+/* The last answer and the cache in numbers, on standard error. */
+bool run_print_stats(const struct run *run, struct error *error);
+
+/* The same and the answer as the JSON document. */
+bool run_print_document(const struct run *run, struct error *error);
+
+#endif
