@@ -20,6 +20,26 @@ AC_DEFUN([PKV_CFLAGS], [
     done
 ])
 
+# PKV_FUZZER(IF-FOUND, IF-NOT)
+# Sets pkv_fuzzer_cflags, for all objects, if a libFuzzer target links. That also takes a C++ library.
+AC_DEFUN([PKV_FUZZER], [
+    AC_MSG_CHECKING([whether $CC builds libFuzzer targets])
+    pkv_fuzzer_cflags="-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all"
+    pkv_save_CFLAGS=$CFLAGS pkv_save_LDFLAGS=$LDFLAGS
+    CFLAGS="$CFLAGS $pkv_fuzzer_cflags"
+    LDFLAGS="$LDFLAGS -fsanitize=fuzzer"
+    AC_LINK_IFELSE([AC_LANG_SOURCE([[
+            int LLVMFuzzerTestOneInput(const unsigned char *data, unsigned long size);
+            int LLVMFuzzerTestOneInput(const unsigned char *data, unsigned long size)
+            {
+                return size > 0 && data[0] > 255;
+            }
+        ]])], [pkv_found=yes], [pkv_found=no])
+    CFLAGS=$pkv_save_CFLAGS LDFLAGS=$pkv_save_LDFLAGS
+    AC_MSG_RESULT([$pkv_found])
+    AS_IF([test "$pkv_found" = yes], [$1], [$2])
+])
+
 # PKV_KERNELS(ISA, NAME, BUILD?)
 # Makes the conditional and the define HAVE_NAME_KERNELS.
 AC_DEFUN([PKV_KERNELS], [

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: MIT
 # Installs what building, testing and trying PuzzleKV on Debian or Ubuntu takes, and only what is
 # missing.
-#   tools/install-deps.sh [PACKAGE...]    further packages to install
+#   tools/install-deps.sh [PACKAGE[?]...]    further packages to install; those with a question mark
+#                                            only where the distribution has them
 # shellcheck disable=SC2086
 set -eu
 
@@ -31,7 +32,7 @@ if ! command -v apt-get > /dev/null; then
 fi
 missing=
 for package in $packages "$@"; do
-    case $(dpkg-query -W -f='${db:Status-Abbrev}' "$package" 2> /dev/null || :) in
+    case $(dpkg-query -W -f='${db:Status-Abbrev}' "${package%\?}" 2> /dev/null || :) in
     ?i*) ;;
     *) missing="$missing $package" ;;
     esac
@@ -46,9 +47,17 @@ if [ "$(id -u)" -ne 0 ]; then
     fi
     as_root=sudo
 fi
-echo "Installing$missing" >&2
 {
     $as_root apt-get update -q
+    install=
+    for package in $missing; do
+        case $package in
+        *\?) apt-cache show "${package%\?}" > /dev/null 2>&1 || continue ;;
+        esac
+        install="$install ${package%\?}"
+    done
+    [ -n "$install" ] || exit 0
+    echo "Installing$install"
     $as_root env DEBIAN_FRONTEND=noninteractive \
-        apt-get install -q -y --no-install-recommends $missing
+        apt-get install -q -y --no-install-recommends $install
 } >&2
