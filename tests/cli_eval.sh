@@ -84,7 +84,7 @@ for name in tiny-llama3 tiny-qwen3; do
     vocabulary=$(puzzlekv-eval info "$data/$name" --json > "$work/v.json" && value v vocabulary)
     tail -c +$((149 * vocabulary * 4 + 1)) "$data/$name/logits_raw.f32" |
         head -c $((90 * vocabulary * 4)) > "$work/expected_raw"
-    cp "$data/$name/logits_puzzle_16_14.f32" "$work/expected_puzzle"
+    cat "$data/$name/logits_puzzle_16_14.f32" > "$work/expected_puzzle"
     for kv in raw puzzle; do
         puzzlekv-eval logits "$data/$name" --tokens "$work/$name.ids" --prefill 150 --kv $kv \
             -o "$work/$kv.f32" > "$work/out" || fail "logits $name $kv: status $?"
@@ -106,7 +106,9 @@ puzzlekv-eval logits "$tiny" --tokens - --prefill 150 --kv raw -t 2 -o "$work/tw
 cmp "$work/again.f32" "$work/two.f32" || fail 'logits differ between one thread and two'
 
 # More than a pipe holds is read only once the model is open; then the model is shortened.
-cp -r "$tiny" "$work/shortened"
+mkdir "$work/shortened"
+cat "$tiny/config.json" > "$work/shortened/config.json"
+cat "$tiny/model.safetensors" > "$work/shortened/model.safetensors"
 {
     head -c 200000 /dev/zero | tr '\0' ' '
     : > "$work/shortened/model.safetensors"
@@ -149,7 +151,8 @@ refuse 1 'must be 1 to 64' logits "$tiny" --tokens "$work/tiny-llama3.ids" --pre
 cp "$work/tiny-llama3.ids" "$work/ids"
 for output in "$work/ids" "$work/tiny/model.safetensors"; do
     mkdir -p "$work/tiny"
-    cp "$tiny/config.json" "$tiny/model.safetensors" "$work/tiny"
+    cat "$tiny/config.json" > "$work/tiny/config.json"
+    cat "$tiny/model.safetensors" > "$work/tiny/model.safetensors"
     refuse 1 "--output $output: is the input" logits "$work/tiny" --tokens "$work/ids" \
         --prefill 150 --kv raw -o "$output"
 done
