@@ -2,14 +2,12 @@
 /* Attention of a step's new tokens over mixed pages and, causally, over each other. */
 #include "attention.h"
 
+#include "codec.h"
 #include "store.h"
 
 #include <math.h>
 
 #define RUN_PAGES 16
-
-/* From this many rows on a page is widened to f32 once instead of in every tile of rows. */
-#define WIDEN_ROWS 16
 
 /* Below this many multiplications a parallel region costs more than it saves. */
 #define PARALLEL_MULTIPLIES 200000.0
@@ -150,17 +148,10 @@ struct worker {
     const struct attention_unit *unit;
     size_t layer;
     size_t kv_head;
-    size_t rows;
+    struct codec_queries queries; /* its output_stride is that of states */
     float *scratch;
-    float *q;        /* [rows, d], scaled */
-    float *scores;   /* [rows, score_stride] */
-    float *inner;    /* [rows, inner_stride]: q R_K^T, then exp(s) L_V */
-    float *wide;     /* one factor, or K or V of one page, in f32 */
     float *scale;    /* [rows] */
     uint32_t *valid; /* [rows]: keys that a row sees in its own block */
-    size_t score_stride;
-    size_t inner_stride;
-    size_t state_stride;
     struct state run;
     struct state merged;
 };
@@ -180,88 +171,51 @@ static struct worker worker_init(const struct backend *backend, size_t layer)
     struct worker worker = {
         .backend = backend,
         .layer = layer,
+        .queries =
+            {
+                .backend = backend,
+                .q = scratch + layout->q,
+                .scores = scratch + layout->scores,
+                .inner = scratch + layout->inner,
+                .wide = scratch + layout->wide,
+                .score_stride = kernels_padded(cpu_max(geometry->policy.page_tokens, BLOCK_TOKENS)),
+                .inner_stride = kernels_padded(rank),
+                .output_stride = kernels_padded(geometry->head_dim),
+            },
         .scratch = scratch,
-        .q = scratch + layout->q,
-        .scores = scratch + layout->scores,
-        .inner = scratch + layout->inner,
-        .wide = scratch + layout->wide,
         .scale = scratch + layout->scale,
         .valid = (uint32_t *)(void *)(scratch + layout->valid),
-        .score_stride = kernels_padded(cpu_max(geometry->policy.page_tokens, BLOCK_TOKENS)),
-        .inner_stride = kernels_padded(rank),
-        .state_stride = kernels_padded(geometry->head_dim),
     };
 
     return worker;
 }
 
-/* c = scale c + a b for one stored matrix b [k, ldb] of which the first n columns count. */
-static void multiply(const struct worker *worker, size_t k, size_t n, const float *a, size_t lda,
-                     const unsigned char *b, size_t ldb, const float *scale, float *c, size_t ldc)
-{
-    const struct kernels *kernels = worker->backend->kernels;
-    pkv_dtype dtype = worker->backend->geometry->dtype;
-    const void *right = b;
-
-    if (worker->rows >= WIDEN_ROWS && dtype != PKV_F32) {
-        kernels->to_f32[dtype](k * ldb, b, worker->wide);
-        right = worker->wide;
-        dtype = PKV_F32;
-    }
-    kernels->product[dtype](worker->rows, k, n, a, lda, right, ldb, scale, c, ldc);
-}
-
 static void score_dense(const struct worker *worker, const unsigned char *k, size_t ldk,
                         size_t tokens)
 {
+    const struct codec_queries *queries = &worker->queries;
     const size_t d = worker->backend->geometry->head_dim;
 
-    multiply(worker, d, tokens, worker->q, d, k, ldk, NULL, worker->scores, worker->score_stride);
+    codec_multiply(queries, d, tokens, queries->q, d, k, ldk, NULL, queries->scores,
+                   queries->score_stride);
 }
 
 static void accumulate_dense(const struct worker *worker, const unsigned char *v, size_t tokens,
                              const float *scale, float *o)
 {
+    const struct codec_queries *queries = &worker->queries;
     const size_t d = worker->backend->geometry->head_dim;
 
-    multiply(worker, tokens, d, worker->scores, worker->score_stride, v, d, scale, o,
-             worker->state_stride);
-}
-
-/* (q R_K^T) L_K^T */
-static void score_factors(const struct worker *worker, const struct factor_page *page)
-{
-    const struct geometry *geometry = worker->backend->geometry;
-    const size_t d = geometry->head_dim;
-    const size_t length = geometry->policy.page_tokens;
-    const size_t rank = geometry->rank_k[worker->layer];
-
-    multiply(worker, d, rank, worker->q, d, page->k_right, rank, NULL, worker->inner,
-             worker->inner_stride);
-    multiply(worker, rank, length, worker->inner, worker->inner_stride, page->k_left, length, NULL,
-             worker->scores, worker->score_stride);
-}
-
-/* scale o + (exp(s) L_V) R_V */
-static void accumulate_factors(const struct worker *worker, const struct factor_page *page,
-                               const float *scale, float *o)
-{
-    const struct geometry *geometry = worker->backend->geometry;
-    const size_t d = geometry->head_dim;
-    const size_t length = geometry->policy.page_tokens;
-    const size_t rank = geometry->rank_v[worker->layer];
-
-    multiply(worker, length, rank, worker->scores, worker->score_stride, page->v_left, rank, NULL,
-             worker->inner, worker->inner_stride);
-    multiply(worker, rank, d, worker->inner, worker->inner_stride, page->v_right, d, scale, o,
-             worker->state_stride);
+    codec_multiply(queries, tokens, d, queries->scores, queries->score_stride, v, d, scale, o,
+                   queries->output_stride);
 }
 
 static void softmax(const struct worker *worker, size_t tokens, const uint32_t *valid,
                     const struct state *state)
 {
-    worker->backend->kernels->softmax(worker->rows, tokens, valid, worker->scores,
-                                      worker->score_stride, state->m, state->l, worker->scale);
+    worker->backend->kernels->softmax(worker->queries.rows, tokens, valid, worker->queries.scores,
+                                      worker->queries.score_stride, state->m, state->l,
+                                      worker->scale);
 }
 
 /* Cached page `number` of the unit's item into `state`; `scale` is NULL for a run's first. */
@@ -277,9 +231,11 @@ static void attend_page(const struct worker *worker, size_t number, const float 
         struct factor_page factors =
             store_factors(backend, worker->layer, worker->kv_head, page->slot);
 
-        score_factors(worker, &factors);
+        backend->codec_k->score(&worker->queries, backend->geometry->rank_k[worker->layer],
+                                factors.k);
         softmax(worker, tokens, NULL, state);
-        accumulate_factors(worker, &factors, scale, state->o);
+        backend->codec_v->accumulate(&worker->queries, backend->geometry->rank_v[worker->layer],
+                                     factors.v, scale, state->o);
     } else {
         struct dense_page dense = store_dense(backend, worker->layer, worker->kv_head, page->slot);
 
@@ -313,7 +269,7 @@ static void attend_run(const struct worker *worker, size_t run, const struct sta
     size_t first = run * RUN_PAGES;
     size_t end;
 
-    for (size_t i = 0; i < worker->rows; i++) {
+    for (size_t i = 0; i < worker->queries.rows; i++) {
         state->m[i] = -INFINITY;
         state->l[i] = 0.0f;
     }
@@ -331,9 +287,9 @@ static void attend_run(const struct worker *worker, size_t run, const struct sta
 
 static void merge(const struct worker *worker, const struct state *into, const struct state *from)
 {
-    worker->backend->kernels->merge(worker->rows, worker->backend->geometry->head_dim, into->m,
-                                    into->l, into->o, from->m, from->l, from->o,
-                                    worker->state_stride);
+    worker->backend->kernels->merge(worker->queries.rows, worker->backend->geometry->head_dim,
+                                    into->m, into->l, into->o, from->m, from->l, from->o,
+                                    worker->queries.output_stride);
 }
 
 /* Takes up a unit: its rows are its tokens, for each the query heads of the KV head. */
@@ -343,9 +299,9 @@ static void take_unit(struct worker *worker, const struct attention_unit *unit, 
 
     worker->unit = unit;
     worker->kv_head = kv_head;
-    worker->rows = unit->tokens * cpu_group(worker->backend->geometry);
-    worker->run = state_at(worker->scratch + layout->run, worker->rows);
-    worker->merged = state_at(worker->scratch + layout->merged, worker->rows);
+    worker->queries.rows = unit->tokens * cpu_group(worker->backend->geometry);
+    worker->run = state_at(worker->scratch + layout->run, worker->queries.rows);
+    worker->merged = state_at(worker->scratch + layout->merged, worker->queries.rows);
 }
 
 static void load_queries(const struct worker *worker, const pkv_input *input)
@@ -356,10 +312,10 @@ static void load_queries(const struct worker *worker, const pkv_input *input)
     const size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
     kernel_to_f32 *to_f32 = worker->backend->kernels->to_f32[input->dtype];
 
-    for (size_t i = 0; i < worker->rows; i++) {
+    for (size_t i = 0; i < worker->queries.rows; i++) {
         size_t at = (first + i / group) * input->token_stride +
                     (worker->kv_head * group + i % group) * input->head_stride;
-        float *q = worker->q + i * geometry->head_dim;
+        float *q = worker->queries.q + i * geometry->head_dim;
 
         to_f32(geometry->head_dim, (const char *)input->data + at * cpu_type_bytes(input->dtype),
                q);
@@ -379,11 +335,11 @@ static void store_outputs(const struct worker *worker, const pkv_step_io *io,
     const size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
     kernel_from_f32 *from_f32 = worker->backend->kernels->from_f32[out->dtype];
 
-    for (size_t i = 0; i < worker->rows; i++) {
+    for (size_t i = 0; i < worker->queries.rows; i++) {
         size_t row = first + i / group;
         size_t head = worker->kv_head * group + i % group;
         size_t at = row * out->token_stride + head * out->head_stride;
-        float *o = state->o + i * worker->state_stride;
+        float *o = state->o + i * worker->queries.output_stride;
         float inverse = 1.0f / state->l[i];
 
         for (size_t j = 0; j < geometry->head_dim; j++)
@@ -402,7 +358,7 @@ static struct state split_state(const struct worker *worker, size_t run)
     const struct cpu_step *step = &worker->backend->step;
     size_t number = worker->kv_head * step->n_states + worker->unit->first_state + run;
 
-    return state_at(step->states + number * step->state_floats, worker->rows);
+    return state_at(step->states + number * step->state_floats, worker->queries.rows);
 }
 
 /* Units are few then: a search is cheap. */

@@ -1,9 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /* The CPU backend's operations. */
 #include "attention.h"
+#include "codec.h"
 #include "dispatch.h"
 #include "factorize.h"
 #include "store.h"
+
+static const struct codec *const codecs[] = {
+    [PKV_FACTORS_NONE] = NULL,
+    [PKV_FACTORS_NATIVE] = &codec_native,
+};
 
 static void close_backend(struct backend *backend)
 {
@@ -31,6 +37,8 @@ static pkv_status open_backend(const struct geometry *geometry, size_t dense_slo
         .memory = memory,
         .message = message,
         .kernels = kernels,
+        .codec_k = codecs[geometry->factors_k],
+        .codec_v = codecs[geometry->factors_v],
         .threads = threads,
         .dense_slots = dense_slots,
         .factor_slots = factor_slots,

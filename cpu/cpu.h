@@ -74,11 +74,15 @@ struct cpu_step {
     size_t scratch_bytes;
 };
 
+struct codec;
+
 struct backend {
     const struct geometry *geometry;
     struct memory *memory;
     struct message *message;
     const struct kernels *kernels;
+    const struct codec *codec_k; /* NULL without factors */
+    const struct codec *codec_v;
     unsigned threads; /* as configured */
 
     /* Pools in the order layer, KV head, slot; see store.h. */

@@ -2,6 +2,7 @@
 /* Pages to factors: the Gram matrix, LAPACK's eigenvectors, the projection. */
 #include "factorize.h"
 
+#include "codec.h"
 #include "store.h"
 
 #include <lapacke.h>
@@ -93,7 +94,7 @@ void factorize_step_close(struct backend *backend)
     memory_release(backend->memory, backend->step.gram);
 }
 
-/* X^T [d, P], L [P, r], R^T [d, r]. */
+/* X^T [d, P], L [P, r], R^T [d, r]; then L and R^T in f32. */
 size_t factorize_scratch_bytes(const struct backend *backend)
 {
     const size_t d = backend->geometry->head_dim;
@@ -102,7 +103,8 @@ size_t factorize_scratch_bytes(const struct backend *backend)
 
     if (backend->step.n_factor == 0)
         return 0;
-    return (d * length + (length + d) * rank) * sizeof(double);
+    return (d * length + (length + d) * rank) * sizeof(double) +
+           (length + d) * rank * sizeof(float);
 }
 
 /* ---- One problem ---- */
@@ -211,14 +213,17 @@ static void finish(const struct backend *backend, size_t layer, size_t first, si
     double *transposed = thread_scratch(backend);
     double *left = transposed + d * length;
     double *right = left + length * ld;
+    float *narrow = (float *)(void *)(right + d * ld);
     size_t carrying = leading_columns(length, problem.rank, ld, step->gram + i * length * length,
                                       step->eigen + i * length, left);
 
     store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, transposed);
     project(length, d, carrying, ld, transposed, left, right);
+    for (size_t j = 0; j < (length + d) * ld; j++)
+        narrow[j] = (float)left[j];
     step->overflow[i] =
         !store_put_factors(backend, layer, problem.kv_head, problem.job->change->to.slot,
-                           problem.is_key, left, right, ld);
+                           problem.is_key, narrow, narrow + length * ld, ld);
 }
 
 /* ---- All problems ---- */
@@ -288,7 +293,8 @@ static pkv_status factorize(struct backend *backend, size_t layer)
         for (size_t i = 0; i < solved; i++)
             if (step->overflow[i])
                 return fail_at(backend, PKV_ERROR_VALUE, layer, first + i,
-                               "its factors overflow the storage type");
+                               (first + i) % 2 == 0 ? backend->codec_k->overflow
+                                                    : backend->codec_v->overflow);
         if (solved < n)
             return fail_at(backend, PKV_ERROR_SOLVER, layer, first + solved,
                            "LAPACK's dsyevd did not converge");

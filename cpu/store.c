@@ -2,6 +2,9 @@
 /* Pools, the layout of pages, rounding, and everything that moves K and V. */
 #include "store.h"
 
+#include "codec.h"
+#include "elements.h"
+
 #include <float.h>
 #include <math.h>
 #include <stdio.h>
@@ -16,10 +19,20 @@ static size_t dense_page_bytes(const struct geometry *geometry)
     return 2 * geometry->policy.page_tokens * geometry->head_dim * geometry->element_bytes;
 }
 
-static size_t factor_page_bytes(const struct geometry *geometry, size_t layer)
+/* Of K or V of a factor page, with what aligns the next one. */
+static size_t factor_part_bytes(const struct backend *backend, size_t layer, bool is_key)
 {
-    return (geometry->rank_k[layer] + geometry->rank_v[layer]) *
-           (geometry->policy.page_tokens + geometry->head_dim) * geometry->element_bytes;
+    const struct geometry *geometry = backend->geometry;
+    const struct codec *codec = is_key ? backend->codec_k : backend->codec_v;
+    size_t bytes =
+        codec->bytes(geometry, is_key, is_key ? geometry->rank_k[layer] : geometry->rank_v[layer]);
+
+    return (bytes + sizeof(float) - 1) / sizeof(float) * sizeof(float);
+}
+
+static size_t factor_page_bytes(const struct backend *backend, size_t layer)
+{
+    return factor_part_bytes(backend, layer, true) + factor_part_bytes(backend, layer, false);
 }
 
 /* *total += layer_heads * slots * page_bytes; false when that wraps. */
@@ -64,7 +77,7 @@ pkv_status store_open(struct backend *backend)
                                  dense_page_bytes(geometry));
         if (backend->factor_slots > 0)
             fits = fits && add_pages(&factor, geometry->kv_heads, backend->factor_slots,
-                                     factor_page_bytes(geometry, layer));
+                                     factor_page_bytes(backend, layer));
     }
     /* Half the address space is left for the padding and for what else wraps. */
     if (!fits || dense > SIZE_MAX / 2 || factor > SIZE_MAX / 2)
@@ -99,17 +112,11 @@ struct dense_page store_dense(const struct backend *backend, size_t layer, size_
 struct factor_page store_factors(const struct backend *backend, size_t layer, size_t kv_head,
                                  uint32_t slot)
 {
-    const struct geometry *geometry = backend->geometry;
-    size_t tokens = geometry->policy.page_tokens;
-    size_t rank_k = geometry->rank_k[layer] * geometry->element_bytes;
-    size_t rank_v = geometry->rank_v[layer] * geometry->element_bytes;
     struct factor_page page;
 
-    page.k_right = backend->factor + backend->factor_offset[layer] +
-                   (kv_head * backend->factor_slots + slot) * factor_page_bytes(geometry, layer);
-    page.k_left = page.k_right + geometry->head_dim * rank_k;
-    page.v_left = page.k_left + rank_k * tokens;
-    page.v_right = page.v_left + tokens * rank_v;
+    page.k = backend->factor + backend->factor_offset[layer] +
+             (kv_head * backend->factor_slots + slot) * factor_page_bytes(backend, layer);
+    page.v = page.k + factor_part_bytes(backend, layer, true);
     return page;
 }
 
@@ -185,26 +192,6 @@ static const void *input_row(const pkv_input *input, size_t row, size_t head)
            (row * input->token_stride + head * input->head_stride) * cpu_type_bytes(input->dtype);
 }
 
-/* Whether all n stored elements are finite. */
-static bool is_finite(pkv_dtype dtype, size_t n, const void *elements)
-{
-    bool bad = false;
-
-    if (dtype == PKV_F32) {
-        const float *x = elements;
-
-        for (size_t i = 0; i < n; i++)
-            bad |= (f32_bits(x[i]) & 0x7f800000u) == 0x7f800000u;
-    } else {
-        const uint16_t *x = elements;
-        const uint16_t exponent = dtype == PKV_F16 ? 0x7c00 : 0x7f80;
-
-        for (size_t i = 0; i < n; i++)
-            bad |= (x[i] & exponent) == exponent;
-    }
-    return !bad;
-}
-
 /* One row of K or V in the storage type. */
 static void round_row(const struct backend *backend, const pkv_input *input, size_t row,
                       size_t head, void *out)
@@ -219,25 +206,6 @@ static void round_row(const struct backend *backend, const pkv_input *input, siz
     }
     backend->kernels->to_f32[input->dtype](geometry->head_dim, from, x);
     backend->kernels->from_f32[geometry->dtype](geometry->head_dim, x, out);
-}
-
-/* n elements of `size` bytes, spaced. */
-static void copy_spaced(size_t size, size_t n, const void *from, size_t from_stride, void *to,
-                        size_t to_stride)
-{
-    if (size == 4) {
-        const uint32_t *a = from;
-        uint32_t *b = to;
-
-        for (size_t i = 0; i < n; i++)
-            b[i * to_stride] = a[i * from_stride];
-    } else {
-        const uint16_t *a = from;
-        uint16_t *b = to;
-
-        for (size_t i = 0; i < n; i++)
-            b[i * to_stride] = a[i * from_stride];
-    }
 }
 
 /* Rounds one block of one KV head; false where an element is not finite then. */
@@ -255,10 +223,10 @@ static bool round_block(const struct backend *backend, const struct attention_un
         uint32_t row[MAX_HEAD_DIM];
 
         round_row(backend, &io->k, first + t, head, row);
-        good = is_finite(geometry->dtype, d, row) && good;
-        copy_spaced(size, d, row, 1, block.k + t * size, unit->tokens);
+        good = elements_finite(geometry->dtype, d, row) && good;
+        elements_copy(size, d, row, 1, block.k + t * size, unit->tokens);
         round_row(backend, &io->v, first + t, head, block.v + t * d * size);
-        good = is_finite(geometry->dtype, d, block.v + t * d * size) && good;
+        good = elements_finite(geometry->dtype, d, block.v + t * d * size) && good;
     }
     return good;
 }
@@ -281,9 +249,9 @@ static pkv_status check_row(struct backend *backend, size_t layer, size_t head, 
     char fault[32] = "is not finite";
 
     round_row(backend, input, row, head, rounded);
-    if (is_finite(geometry->dtype, geometry->head_dim, rounded))
+    if (elements_finite(geometry->dtype, geometry->head_dim, rounded))
         return PKV_OK;
-    if (is_finite(input->dtype, geometry->head_dim, input_row(input, row, head)))
+    if (elements_finite(input->dtype, geometry->head_dim, input_row(input, row, head)))
         snprintf(fault, sizeof fault, "overflows %s", type_name(geometry->dtype));
     if (backend->step.plan.n_items > 1)
         snprintf(which, sizeof which, "item %zu, ", item_index);
@@ -459,40 +427,16 @@ void store_gather(const struct backend *backend, size_t layer, size_t kv_head,
     }
 }
 
-/* Rounds `count` rows of n values, from[i * row_stride + j * stride], to a matrix [count, n]. */
-static bool put_matrix(const struct backend *backend, size_t count, size_t n, const double *from,
-                       size_t row_stride, size_t stride, unsigned char *to)
-{
-    const struct geometry *geometry = backend->geometry;
-    float x[MAX_HEAD_DIM];
-    bool good = true;
-
-    for (size_t i = 0; i < count; i++, to += n * geometry->element_bytes) {
-        for (size_t j = 0; j < n; j++)
-            x[j] = (float)from[i * row_stride + j * stride];
-        backend->kernels->from_f32[geometry->dtype](n, x, to);
-        good = is_finite(geometry->dtype, n, to) && good;
-    }
-    return good;
-}
-
 bool store_put_factors(const struct backend *backend, size_t layer, size_t kv_head, uint32_t slot,
-                       bool is_key, const double *left, const double *right, size_t ld)
+                       bool is_key, float *left, float *right, size_t ld)
 {
     const struct geometry *geometry = backend->geometry;
-    const size_t d = geometry->head_dim;
-    const size_t length = geometry->policy.page_tokens;
     const struct factor_page page = store_factors(backend, layer, kv_head, slot);
-    size_t rank;
 
-    if (is_key) {
-        rank = geometry->rank_k[layer];
-        return put_matrix(backend, rank, length, left, 1, ld, page.k_left) &&
-               put_matrix(backend, d, rank, right, ld, 1, page.k_right);
-    }
-    rank = geometry->rank_v[layer];
-    return put_matrix(backend, length, rank, left, ld, 1, page.v_left) &&
-           put_matrix(backend, rank, d, right, 1, ld, page.v_right);
+    if (is_key)
+        return backend->codec_k->put(backend, true, geometry->rank_k[layer], left, right, ld,
+                                     page.k);
+    return backend->codec_v->put(backend, false, geometry->rank_v[layer], left, right, ld, page.v);
 }
 
 /* ---- Reading back ---- */
@@ -504,31 +448,32 @@ static float largest(pkv_dtype dtype)
 }
 
 /*
- * c = a b in f32, [rows, k] [k, n], sums ascending; rounded. Where the approximation exceeds what
- * the storage type holds it stays at the largest value, as the page itself was in range.
+ * The product of the parts a [rows, k] and b [k, n] of `page` in f32, sums ascending; rounded.
+ * Where the approximation exceeds what the storage type holds it stays at the largest value, as the
+ * page itself was in range.
  */
-static void rebuild_matrix(const struct backend *backend, size_t rows, size_t k, size_t n,
-                           const unsigned char *a, const unsigned char *b, unsigned char *c)
+static void rebuild_matrix(const struct backend *backend, const struct codec *codec, size_t rows,
+                           size_t k, size_t n, enum page_part a, enum page_part b,
+                           const unsigned char *page, unsigned char *c)
 {
     const struct geometry *geometry = backend->geometry;
-    const size_t size = geometry->element_bytes;
     const float limit = largest(geometry->dtype);
     float x[MAX_PAGE_TOKENS];
     float y[MAX_HEAD_DIM];
     float sum[MAX_HEAD_DIM];
 
     for (size_t i = 0; i < rows; i++) {
-        backend->kernels->to_f32[geometry->dtype](k, a + i * k * size, x);
+        codec->row(backend, a, k, page, i, x);
         for (size_t j = 0; j < n; j++)
             sum[j] = 0.0f;
         for (size_t p = 0; p < k; p++) {
-            backend->kernels->to_f32[geometry->dtype](n, b + p * n * size, y);
+            codec->row(backend, b, k, page, p, y);
             for (size_t j = 0; j < n; j++)
                 sum[j] += x[p] * y[j];
         }
         for (size_t j = 0; j < n; j++)
             sum[j] = fminf(fmaxf(sum[j], -limit), limit);
-        backend->kernels->from_f32[geometry->dtype](n, sum, c + i * n * size);
+        backend->kernels->from_f32[geometry->dtype](n, sum, c + i * n * geometry->element_bytes);
     }
 }
 
@@ -545,23 +490,13 @@ void store_rebuild(const struct backend *backend, uint32_t factor_slot, uint32_t
             struct factor_page from = store_factors(backend, layer, head, factor_slot);
             struct dense_page to = store_dense(backend, layer, head, dense_slot);
 
-            rebuild_matrix(backend, d, geometry->rank_k[layer], length, from.k_right, from.k_left,
-                           to.k);
-            rebuild_matrix(backend, length, geometry->rank_v[layer], d, from.v_left, from.v_right,
-                           to.v);
+            rebuild_matrix(backend, backend->codec_k, d, geometry->rank_k[layer], length,
+                           PART_K_RIGHT, PART_K_LEFT, from.k, to.k);
+            rebuild_matrix(backend, backend->codec_v, length, geometry->rank_v[layer], d,
+                           PART_V_LEFT, PART_V_RIGHT, from.v, to.v);
         }
     }
     modes_restore(&modes);
-}
-
-/* The first `columns` columns of a matrix [rows, ld] as the rows of `out`. */
-static void read_transposed(const struct geometry *geometry, const unsigned char *from, size_t rows,
-                            size_t ld, size_t columns, unsigned char *out)
-{
-    const size_t size = geometry->element_bytes;
-
-    for (size_t j = 0; j < columns; j++)
-        copy_spaced(size, rows, from + j * size, ld, out + j * rows * size, 1);
 }
 
 void store_read(const struct backend *backend, struct page page, size_t layer, size_t kv_head,
@@ -570,33 +505,20 @@ void store_read(const struct backend *backend, struct page page, size_t layer, s
     const struct geometry *geometry = backend->geometry;
     const size_t size = geometry->element_bytes;
     const size_t d = geometry->head_dim;
-    const size_t length = geometry->policy.page_tokens;
-    const size_t rank_k = geometry->rank_k[layer];
-    const size_t rank_v = geometry->rank_v[layer];
     struct dense_page dense;
     struct factor_page factors;
 
     if (page.kind == SLOT_DENSE) {
         dense = store_dense(backend, layer, kv_head, page.slot);
         if (part == PART_K)
-            read_transposed(geometry, dense.k, d, length, tokens, out);
+            elements_transpose(size, d, tokens, geometry->policy.page_tokens, dense.k, out);
         else
             memcpy(out, dense.v, tokens * d * size);
         return;
     }
     factors = store_factors(backend, layer, kv_head, page.slot);
-    switch (part) {
-    case PART_K_LEFT:
-        read_transposed(geometry, factors.k_left, rank_k, length, length, out);
-        break;
-    case PART_K_RIGHT:
-        read_transposed(geometry, factors.k_right, d, rank_k, rank_k, out);
-        break;
-    case PART_V_LEFT:
-        memcpy(out, factors.v_left, length * rank_v * size);
-        break;
-    default:
-        memcpy(out, factors.v_right, rank_v * d * size);
-        break;
-    }
+    if (part == PART_K_LEFT || part == PART_K_RIGHT)
+        backend->codec_k->read(backend, part, geometry->rank_k[layer], factors.k, out);
+    else
+        backend->codec_v->read(backend, part, geometry->rank_v[layer], factors.v, out);
 }

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Where K and V lie. P tokens a page, d elements a head, r_K and r_V the layer's ranks; matrices
- * are row-major and follow each other without gaps:
+ * Where K and V lie. P tokens a page, d elements a head; matrices are row-major and follow each
+ * other without gaps:
  *
  *     dense page    K^T [d, P], V [P, d]
- *     factor page   R_K^T [d, r_K], L_K^T [r_K, P], L_V [P, r_V], R_V [r_V, d]
+ *     factor page   K, V, each as its codec stores it (codec.h)
  *     new tokens    per KV head the blocks of all items one after the other; of one block of n
  *                   tokens K^T [d, n] in new_k, V [n, d] in new_v
  *
- * so that each factor of Eq. 4 is the right operand of a product over its rows, and one head's
- * pages follow each other in address order. Pools and scratch are readable KERNELS_PAD elements
+ * so that each is the right operand of a product over its rows, and one head's pages follow each
+ * other in address order. Pools and scratch are readable KERNELS_PAD elements
  * past their end.
  */
 #ifndef PUZZLEKV_CPU_STORE_H
@@ -24,10 +24,8 @@ struct dense_page {
 };
 
 struct factor_page {
-    unsigned char *k_right; /* R_K^T */
-    unsigned char *k_left;  /* L_K^T */
-    unsigned char *v_left;
-    unsigned char *v_right;
+    unsigned char *k;
+    unsigned char *v;
 };
 
 /* Reserves the pools, or sets the message. store_close takes them back, also after a failure. */
@@ -57,10 +55,10 @@ void store_append(struct backend *backend, size_t layer);
 void store_gather(const struct backend *backend, size_t layer, size_t kv_head,
                   const struct page_job *job, bool is_key, double *transposed);
 
-/* Rounds L [P, r] and R^T [d, r], rows of ld elements, of K or V of the page in `slot`. False
- * where an element overflows the storage type. */
+/* Stores L [P, r] and R^T [d, r], rows of ld elements, of K or V of the page in `slot`; overwrites
+ * them. False where the codec's form overflows. */
 bool store_put_factors(const struct backend *backend, size_t layer, size_t kv_head, uint32_t slot,
-                       bool is_key, const double *left, const double *right, size_t ld);
+                       bool is_key, float *left, float *right, size_t ld);
 
 /* See struct backend_ops. */
 void store_rebuild(const struct backend *backend, uint32_t factor_slot, uint32_t dense_slot);

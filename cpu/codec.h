@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Page codecs: how K, and how V, of a factorized page is stored. A codec knows all that there is to
+ * know of its form, for one page of one KV head: its bytes, how factors are put into it, how it is
+ * attended and how it is read back. Nothing else looks into it. P tokens a page, d elements a head,
+ * r the layer's rank of K or V:
+ *
+ *     K   R_K^T [d, r], then L_K^T [r, P]
+ *     V   L_V [P, r], then R_V [r, d]
+ *
+ * so that each factor of Eq. 4 is the right operand of a product over its rows. Every part is
+ * aligned to float and readable KERNELS_PAD elements past its end.
+ */
+#ifndef PUZZLEKV_CPU_CODEC_H
+#define PUZZLEKV_CPU_CODEC_H
+
+#include "cpu.h"
+
+/* A thread's queries, and room for what a page makes of them. Rows of all but q are padded. */
+struct codec_queries {
+    const struct backend *backend;
+    size_t rows;
+    float *q;      /* [rows, d], scaled */
+    float *scores; /* [rows, score_stride] */
+    float *inner;  /* [rows, inner_stride]: q R_K^T, then exp(s) L_V */
+    float *wide;   /* one factor, or K or V of one page, in f32 */
+    size_t score_stride;
+    size_t inner_stride;
+    size_t output_stride;
+};
+
+struct codec {
+    size_t (*bytes)(const struct geometry *geometry, bool is_key, size_t rank);
+
+    /* Stores L [P, r] and R^T [d, r], rows of ld elements, both of which it may overwrite. False
+     * where something overflows: `overflow` says what. */
+    bool (*put)(const struct backend *backend, bool is_key, size_t rank, float *left, float *right,
+                size_t ld, unsigned char *page);
+    const char *overflow;
+
+    /* scores = (q R_K^T) L_K^T */
+    void (*score)(const struct codec_queries *queries, size_t rank, const unsigned char *page);
+    /* o = (scale ? scale o : 0) + (scores L_V) R_V, one scale a row; may overwrite the scores */
+    void (*accumulate)(const struct codec_queries *queries, size_t rank, const unsigned char *page,
+                       const float *scale, float *o);
+
+    /* Row i of a part in f32, as the parts are laid out above. */
+    void (*row)(const struct backend *backend, enum page_part part, size_t rank,
+                const unsigned char *page, size_t i, float *out);
+    /* A part as struct backend_ops has it. */
+    void (*read)(const struct backend *backend, enum page_part part, size_t rank,
+                 const unsigned char *page, void *out);
+};
+
+/* In the storage type, without gaps. */
+extern const struct codec codec_native;
+
+/* c = (scale ? scale c : 0) + a b for a matrix b [k, ldb] of the storage type, of which the first n
+ * columns count; b dense or a factor, k * ldb no more than queries->wide holds. */
+void codec_multiply(const struct codec_queries *queries, size_t k, size_t n, const float *a,
+                    size_t lda, const unsigned char *b, size_t ldb, const float *scale, float *c,
+                    size_t ldc);
+
+#endif
