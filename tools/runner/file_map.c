@@ -14,6 +14,17 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#if defined __has_feature
+#if __has_feature(address_sanitizer)
+#define UNDER_ASAN
+#endif
+#elif defined __SANITIZE_ADDRESS__
+#define UNDER_ASAN
+#endif
+#ifdef UNDER_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+
 /* What the signal handler looks at: a handler has no other way to get at anything. */
 static struct file_map *_Atomic open_maps;
 static const char *guarded_program;
@@ -89,6 +100,21 @@ void file_map_guard(const char *program)
     sigaction(SIGBUS, &action, NULL);
 }
 
+/* AddressSanitizer knows where memory that was allocated ends, but not that a file ends within its
+ * last page. */
+static void guard_end(const struct file_map *map, bool guarded)
+{
+#ifdef UNDER_ASAN
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const size_t rest = (page - map->size % page) % page;
+
+    (guarded ? __asan_poison_memory_region : __asan_unpoison_memory_region)(map->data + map->size,
+                                                                            rest);
+#else
+    (void)map, (void)guarded;
+#endif
+}
+
 bool file_map_open(const char *path, struct file_map *map, struct error *error)
 {
     struct stat status;
@@ -138,6 +164,7 @@ bool file_map_open(const char *path, struct file_map *map, struct error *error)
     map->size = (size_t)status.st_size;
     map->device = status.st_dev;
     map->inode = status.st_ino;
+    guard_end(map, true);
     add_to_list(map);
     done = true;
 out:
@@ -167,6 +194,7 @@ void file_map_close(struct file_map *map)
 {
     if (map->data != NULL) {
         remove_from_list(map);
+        guard_end(map, false);
         munmap((void *)map->data, map->size);
     }
     free(map->path);
