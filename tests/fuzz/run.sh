@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# Builds the fuzz targets with clang and runs each for some seconds; the last line is "N passed, N
-# failed". FOLDER (build-fuzz) keeps what was found for the next run: corpus/TARGET, what was worth
-# keeping, and crashes/TARGET, the inputs that failed. To see one again: FOLDER/tests/fuzz/fuzz_TARGET
-# FILE.
+# Builds the fuzz targets with clang and runs each for some seconds, as many at a time as there are
+# processors; the last line is "N passed, N failed". FOLDER (build-fuzz) keeps what was found for the
+# next run: corpus/TARGET, what was worth keeping, and crashes/TARGET, the inputs that failed. To see
+# one again: FOLDER/tests/fuzz/fuzz_TARGET FILE.
 #   tests/fuzz/run.sh [--build FOLDER] SECONDS [TARGET...]
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -47,7 +47,16 @@ if [ -z "${TMPDIR-}" ] && [ -w /dev/shm ]; then
 fi
 TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/puzzlekv-fuzz.XXXXXX")
 export TMPDIR
-trap 'rm -rf "$TMPDIR"' EXIT
+running=
+
+stop()
+{
+    for entry in $running; do
+        kill "${entry#*:}" 2> /dev/null || :
+    done
+    rm -rf "$TMPDIR"
+}
+trap stop EXIT
 trap 'exit 130' INT TERM
 
 rm -rf "$folder/seeds"
@@ -60,31 +69,54 @@ UBSAN_OPTIONS=print_stacktrace=1:${UBSAN_OPTIONS-}
 OPENBLAS_NUM_THREADS=1
 export ASAN_OPTIONS UBSAN_OPTIONS OPENBLAS_NUM_THREADS
 
-passed=0
-failed=0
-for target in "$@"; do
-    corpus=$folder/corpus/$target
-    crashes=$folder/crashes/$target
-    log=$folder/crashes/$target.log
+# start TARGET: runs it beside the script.
+start()
+{
+    corpus=$folder/corpus/$1
+    crashes=$folder/crashes/$1
     mkdir -p "$corpus" "$crashes"
-    # A file of 16 KiB must never make for one block of 16 MiB, nor take ten seconds.
     set_dict=-dict=$root/tests/fuzz/config.dict
-    case $target in
+    case $1 in
     gguf) set_dict=-dict=$root/tests/fuzz/gguf.dict ;;
     text) set_dict= ;;
     esac
-    if "$folder/tests/fuzz/fuzz_$target" ${set_dict:+"$set_dict"} -max_total_time="$seconds" \
+    # A file of 16 KiB must never make for one block of 16 MiB, nor take ten seconds.
+    "$folder/tests/fuzz/fuzz_$1" ${set_dict:+"$set_dict"} -max_total_time="$seconds" \
         -max_len=16384 -timeout=10 -rss_limit_mb=512 -malloc_limit_mb=16 -print_final_stats=1 \
-        -artifact_prefix="$crashes/" "$corpus" "$folder/seeds/$target" > "$log" 2>&1; then
-        passed=$((passed + 1))
-        result=passed
-    else
-        failed=$((failed + 1))
-        result="FAILED, see $log and $crashes"
-        grep -v '^#' "$log" | tail -n 60
+        -artifact_prefix="$crashes/" "$corpus" "$folder/seeds/$1" > "$crashes.log" 2>&1 &
+    running="$running $1:$!"
+}
+
+# Waits for all that runs, and says how each has ended.
+finish()
+{
+    for entry in $running; do
+        target=${entry%:*}
+        crashes=$folder/crashes/$target
+        if wait "${entry#*:}"; then
+            passed=$((passed + 1))
+            result=passed
+        else
+            failed=$((failed + 1))
+            result="FAILED, see $crashes.log and $crashes"
+            grep -v '^#' "$crashes.log" | tail -n 60
+        fi
+        running=${running#" $entry"}
+        count=$(sed -n 's/^stat::number_of_executed_units: *//p' "$crashes.log")
+        echo "fuzz_$target: ${count:-unknown number of} executions, $result"
+    done
+}
+
+passed=0
+failed=0
+beside=0
+for target in "$@"; do
+    start "$target"
+    beside=$((beside + 1))
+    if [ $((beside % $(nproc))) -eq 0 ]; then
+        finish
     fi
-    count=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")
-    echo "fuzz_$target: ${count:-unknown number of} executions, $result"
 done
+finish
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]
