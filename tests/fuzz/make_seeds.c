@@ -102,6 +102,15 @@ static void seed_kv_specs(void)
         seed_text("kv_spec", specs[i]);
 }
 
+static void seed_rows(void)
+{
+    seed_text("jsonl",
+              "{\"index\": 0, \"input\": \"Where is it?\", \"outputs\": [\"here\", \"there\"], "
+              "\"length\": 12, \"gen_prefix\": \"It is\"}\r\n\n"
+              "{\"index\": 1, \"input\": \"caf\\u00e9\", \"outputs\": [], \"score\": 0.5}\n");
+    seed_text("jsonl", "{\"outputs\": {\"a\": [1, 2.5e3, true, null]}}\n{\"index\"");
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 2) {
@@ -113,5 +122,6 @@ int main(int argc, char **argv)
     seed_folders();
     seed_tokenizers();
     seed_kv_specs();
+    seed_rows();
     return 0;
 }

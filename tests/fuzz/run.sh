@@ -26,7 +26,7 @@ case ${1-} in
 esac
 seconds=$1
 shift
-[ $# -gt 0 ] || set -- chat config gguf index kv_spec safetensors text tokenizer
+[ $# -gt 0 ] || set -- chat config gguf index jsonl kv_spec safetensors text tokenizer
 for target in "$@"; do
     if [ ! -f "$root/tests/fuzz/fuzz_$target.c" ]; then
         echo "run.sh: there is no target $target" >&2

@@ -2,8 +2,6 @@
 /* JSON texts of model files: parsed by jansson, within bounds. */
 #include "json_text.h"
 
-#include <stdbool.h>
-
 #include "file_map.h"
 
 /* An array or object takes jansson some 200 bytes, even if it is two characters. What model files
@@ -11,8 +9,7 @@
 #define BYTES_PER_BRACKET 16
 #define FREE_BRACKETS     64
 
-/* The arrays and objects in a text, whether it is valid or not. */
-static size_t count_brackets(const char *text, size_t size)
+bool json_text_is_bounded(const char *text, size_t size, size_t *brackets)
 {
     size_t count = 0;
     bool quoted = false;
@@ -25,17 +22,18 @@ static size_t count_brackets(const char *text, size_t size)
         else if (!quoted && (text[i] == '[' || text[i] == '{'))
             count++;
     }
-    return count;
+    *brackets = count;
+    return count <= size / BYTES_PER_BRACKET + FREE_BRACKETS;
 }
 
 json_t *json_text_parse(const void *text, size_t size, const char *path, const char *what,
                         struct error *error)
 {
-    const size_t brackets = count_brackets(text, size);
     json_error_t parse_error;
+    size_t brackets;
     json_t *root;
 
-    if (brackets > size / BYTES_PER_BRACKET + FREE_BRACKETS) {
+    if (!json_text_is_bounded(text, size, &brackets)) {
         error_set(error,
                   "%s: %s%zu arrays and objects in %zu bytes are not what a model's file has", path,
                   what, brackets, size);
