@@ -71,7 +71,4 @@ bool eval_print_document(const struct eval_arguments *arguments, json_t *members
 /* Columns that the longest --kv takes in a table; at least the heading's two. */
 int eval_kv_width(const struct eval_arguments *arguments);
 
-/* "bf16", "f16" or "f32". */
-const char *eval_dtype_name(pkv_dtype dtype);
-
 #endif

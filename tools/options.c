@@ -84,6 +84,15 @@ bool options_operand(int argc, char **argv, const char *name, const char **opera
 {
     if (optind >= argc)
         return error_set(error, "%s: is missing; --help shows the usage", name);
+    return options_optional_operand(argc, argv, name, operand, error);
+}
+
+bool options_optional_operand(int argc, char **argv, const char *name, const char **operand,
+                              struct error *error)
+{
+    *operand = NULL;
+    if (optind >= argc)
+        return true;
     if (optind + 1 < argc)
         return error_set(error, "%s: unexpected argument after %s", argv[optind + 1], name);
     *operand = argv[optind];
@@ -170,6 +179,11 @@ bool option_dtype(const char *text, pkv_dtype *dtype, struct error *error)
     else
         return error_set(error, "--dtype: \"%.40s\" is not one of bf16, f16, f32", text);
     return true;
+}
+
+const char *dtype_name(pkv_dtype dtype)
+{
+    return dtype == PKV_F32 ? "f32" : dtype == PKV_F16 ? "f16" : "bf16";
 }
 
 bool option_threads(const char *text, unsigned *threads, struct error *error)

@@ -63,6 +63,10 @@ bool options_next(const struct option_table *table, int argc, char **argv, int *
 bool options_operand(int argc, char **argv, const char *name, const char **operand,
                      struct error *error);
 
+/* The same where there may be none; *operand is then NULL. */
+bool options_optional_operand(int argc, char **argv, const char *name, const char **operand,
+                              struct error *error);
+
 /* Prints usage, summary and options to standard output. */
 bool options_help(const struct option_table *table, struct error *error);
 
@@ -78,6 +82,7 @@ bool number_real(const char *what, const char *text, double least, double most, 
 
 /* "bf16", "f16" or "f32". */
 bool option_dtype(const char *text, pkv_dtype *dtype, struct error *error);
+const char *dtype_name(pkv_dtype dtype);
 
 /* -t: 1 .. 1024. */
 bool option_threads(const char *text, unsigned *threads, struct error *error);

@@ -313,7 +313,7 @@ bool eval_print_document(const struct eval_arguments *arguments, json_t *members
     document = json_pack("{s:o, s:s, s:o, s:i, s:s}", "model",
                          json_bytes(arguments->model, strlen(arguments->model)), "isa", isa, "cpu",
                          json_bytes(cpu, strlen(cpu)), "threads", (int)arguments->threads, "dtype",
-                         eval_dtype_name(arguments->dtype));
+                         dtype_name(arguments->dtype));
     if (json_object_update(document, members) != 0) {
         json_decref(document);
         document = NULL;
@@ -331,11 +331,6 @@ int eval_kv_width(const struct eval_arguments *arguments)
             width = strlen(arguments->kv[i].text);
     }
     return (int)width;
-}
-
-const char *eval_dtype_name(pkv_dtype dtype)
-{
-    return dtype == PKV_F32 ? "f32" : dtype == PKV_F16 ? "f16" : "bf16";
 }
 
 int main(int argc, char **argv)
