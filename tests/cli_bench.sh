@@ -1,0 +1,61 @@
+#!/bin/sh
+# SPDX-License-Identifier: MIT
+# puzzlekv-bench from the command line: refusals, bytes, and the form of what it measures. No time
+# is judged.
+set -u
+
+tool=puzzlekv-bench
+# shellcheck source=tests/cli.sh
+. "${PUZZLEKV_SOURCE:?}/tests/cli.sh"
+
+# ---- Help and manual ----------------------------------------------------------------------------
+
+puzzlekv-bench --help > "$work/help" || fail "--help: status $?"
+puzzlekv-bench storage --help > "$work/storage_help" || fail "storage --help: status $?"
+puzzlekv-bench --version > "$work/version" || fail "--version: status $?"
+grep -q '^instruction set: [a-z]' "$work/version" || fail "--version: $(cat "$work/version")"
+grep -q -e '--tokens' "$work/storage_help" || fail 'storage --help: no --tokens'
+compare_options 8
+
+# ---- What the command line shows to be wrong ----------------------------------------------------
+
+refuse 2 'COMMAND: is missing; there are: storage'
+refuse 2 'bogus: unknown command; there are: storage' bogus
+refuse 2 'extra: unexpected argument' storage --shape qwen3-8b --tokens 9 extra
+refuse 2 'is not one of llama-3.1-8b, qwen3-8b, smollm2-135m' storage --shape gpt-5 --tokens 9
+refuse 2 '--shape NAME: is missing' storage --tokens 9
+refuse 2 '--tokens N: is missing' storage --shape qwen3-8b
+refuse 2 'is not a whole number' storage --shape qwen3-8b --tokens 0
+refuse 2 'unknown key "foo"' storage --shape qwen3-8b --tokens 9 --kv puzzle:foo=1
+refuse 2 'must be 1 to 64' storage --shape smollm2-135m --tokens 9 --kv puzzle:page=128,rk=65
+refuse 2 'give one or the other' storage --shape qwen3-8b --tokens 9 --json --csv
+refuse 2 'is not one of bf16, f16, f32' storage --shape qwen3-8b --tokens 9 --dtype int8
+
+# ---- storage ------------------------------------------------------------------------------------
+
+document storage storage --shape llama-3.1-8b --tokens 16384 --kv raw --kv puzzle
+same 'keys of storage' "$(keys storage)" 'isa cpu threads dtype shape tokens results '
+same 'dense bytes' "$(value storage results.0.bytes)" $((32 * 8 * 16384 * 2 * 128 * 2))
+same 'dense bytes again' "$(value storage results.1.bytes_raw)" "$(value storage results.0.bytes)"
+same 'stored bytes' "$(value storage results.1.bytes)" \
+    $((32 * 8 * 2 * (2 * 2 * 32 * 128 + 510 * 30 * 160)))
+same 'dense ratio' "$(value storage results.0.kv_ratio)" 1.0
+same ratio "$(value storage results.1.kv_ratio | cut -c 1-7)" 0.58755
+same 'as typed' "$(value storage results.1.kv)" puzzle
+same canonical "$(value storage results.1.kv_canonical)" \
+    puzzle:page=32,rk=16,rv=14,sink=1,window=1,factors=native,rope=post
+# An incomplete page is counted by tokens.
+document tail storage --shape smollm2-135m --tokens 101 --dtype f32 --kv puzzle:ratio=0.586
+same 'bytes with a tail' "$(value tail results.0.bytes)" \
+    $((30 * 3 * 4 * (2 * 64 * (101 - 32) + 25 * 96)))
+puzzlekv-bench storage --shape qwen3-8b --tokens 16384 > "$work/table" || fail "storage: status $?"
+grep -q '^puzzle .* 0\.58755$' "$work/table" || fail "storage: $(cat "$work/table")"
+puzzlekv-bench storage --shape qwen3-8b --tokens 96 --csv --kv raw:page=32 --kv puzzle:rk=2,rv=1 \
+    > "$work/csv" || fail "storage --csv: status $?"
+same 'lines of CSV' "$(wc -l < "$work/csv")" 3
+same 'names in CSV' "$(head -n 1 "$work/csv")" \
+    isa,cpu,threads,dtype,shape,tokens,kv,bytes,bytes_raw,kv_ratio
+grep -q ',"qwen3-8b",96,"puzzle:rk=2,rv=1",[0-9]*,14155776,0\.[0-9]*$' "$work/csv" ||
+    fail "storage --csv: $(cat "$work/csv")"
+
+[ $failures -eq 0 ]

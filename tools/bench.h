@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: MIT */
+/* puzzlekv-bench: what its commands share. */
+#ifndef PUZZLEKV_TOOLS_BENCH_H
+#define PUZZLEKV_TOOLS_BENCH_H
+
+#include <jansson.h>
+#include <puzzlekv.h>
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "error.h"
+#include "kv_spec.h"
+#include "shapes.h"
+
+struct bench_kv {
+    const char *text; /* as typed */
+    struct kv_spec spec;
+};
+
+/* The command line, checked; a command reads what its table of options offers. */
+struct bench_arguments {
+    const struct shape *shape;
+    size_t tokens;
+    struct bench_kv *kv; /* [kv_count], in the order typed; with ranks if there is a shape */
+    size_t kv_count;
+    pkv_dtype dtype;
+    unsigned threads;
+    bool json, csv;
+};
+
+/* The commands. Each prints its result and fails with "interrupted" after Ctrl-C. */
+bool bench_storage(const struct bench_arguments *arguments, struct error *error);
+
+/* The configuration of the shape's cache under a policy, for one sequence of `tokens` tokens. */
+bool bench_configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
+                     size_t tokens, pkv_config *config, struct error *error);
+
+/* ---- Results --------------------------------------------------------------------------------- */
+
+struct bench_column {
+    const char *name; /* the key in the JSON document, the heading elsewhere */
+    int digits;       /* behind the point in the table; BENCH_WHOLE: a whole number everywhere */
+};
+
+#define BENCH_WHOLE   (-1)
+#define BENCH_COLUMNS 12
+
+struct bench_row {
+    const char *name;                   /* the --kv or --solver as typed */
+    char canonical[KV_SPEC_TEXT_BYTES]; /* of a --kv; "": of none */
+    double values[BENCH_COLUMNS];       /* NAN: there is none */
+};
+
+struct bench_results {
+    const char *what; /* "kv" or "solver" */
+    const struct bench_column *columns;
+    size_t column_count;
+    const struct bench_row *rows; /* in the order typed */
+    size_t row_count;
+};
+
+/* Prints a table, CSV or the JSON document, as asked for. All begin with instruction set,
+ * processor, threads and the scalars of `members`, which is freed; NULL (no memory when it was
+ * built) fails.
+ */
+bool bench_report(const struct bench_arguments *arguments, json_t *members,
+                  const struct bench_results *results, struct error *error);
+
+#endif

@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: MIT */
+/* puzzlekv-bench storage: exact bytes of a cache under each policy; nothing is computed. */
+#include "bench.h"
+
+#include <stdlib.h>
+
+#include "options.h"
+
+static const struct bench_column columns[] = {
+    {"bytes", BENCH_WHOLE},
+    {"bytes_raw", BENCH_WHOLE},
+    {"kv_ratio", 5},
+};
+
+static bool measure(const struct bench_arguments *arguments, const struct bench_kv *kv,
+                    struct bench_row *row, struct error *error)
+{
+    pkv_footprint bytes = {.struct_size = sizeof bytes};
+    char message[PKV_MESSAGE_BYTES];
+    pkv_config config;
+
+    if (!bench_configure(arguments, kv, arguments->tokens, &config, error))
+        return false;
+    if (pkv_footprint_of(&config, arguments->tokens, &bytes, message) != PKV_OK)
+        return error_set(error, "--kv %s: %s", kv->text, message);
+    row->name = kv->text;
+    kv_spec_canonical(&kv->spec, row->canonical);
+    row->values[0] = (double)bytes.payload_bytes;
+    row->values[1] = (double)bytes.raw_bytes;
+    row->values[2] = (double)bytes.payload_bytes / (double)bytes.raw_bytes;
+    return true;
+}
+
+bool bench_storage(const struct bench_arguments *arguments, struct error *error)
+{
+    struct bench_row *rows = calloc(arguments->kv_count, sizeof *rows);
+    const struct bench_results results = {"kv", columns, sizeof columns / sizeof *columns, rows,
+                                          arguments->kv_count};
+    bool done = rows != NULL || error_set(error, "out of memory");
+
+    for (size_t i = 0; i < arguments->kv_count && done; i++)
+        done = measure(arguments, &arguments->kv[i], &rows[i], error);
+    if (done)
+        done = bench_report(arguments,
+                            json_pack("{s:s, s:s, s:I}", "dtype", dtype_name(arguments->dtype),
+                                      "shape", arguments->shape->name, "tokens",
+                                      (json_int_t)arguments->tokens),
+                            &results, error);
+    free(rows);
+    return done;
+}

@@ -1,0 +1,396 @@
+/* SPDX-License-Identifier: MIT */
+/* puzzlekv-bench: bytes and speed of policies for the KV cache, side by side. */
+#include "bench.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "options.h"
+#include "runner/file_map.h"
+
+static const char program[] = "puzzlekv-bench";
+
+/* ---- Commands and their options -------------------------------------------------------------- */
+
+enum {
+    OPTION_SHAPE = OPTION_LONG_ONLY,
+    OPTION_TOKENS,
+    OPTION_KV,
+    OPTION_DTYPE,
+    OPTION_JSON,
+    OPTION_CSV,
+    OPTION_IDS /* how many there are */
+};
+
+/* clang-format off */
+#define ROW_SHAPE  {OPTION_SHAPE, "shape", "NAME", "geometry of the model:\n" SHAPE_NAMES}
+#define ROW_KVS    {OPTION_KV, "kv", "SPEC", \
+                    "policy of the cache, repeatable (raw and puzzle):\n" KV_SPEC_HELP}
+#define ROW_DTYPE  {OPTION_DTYPE, "dtype", "TYPE", \
+                    "storage type of the cache: bf16, f16 or f32 (bf16)"}
+#define ROWS_FORMAT \
+    {OPTION_JSON, "json", NULL, "print one JSON document instead of a table"}, \
+    {OPTION_CSV, "csv", NULL, "print comma-separated values instead of a table"}
+/* clang-format on */
+
+static const struct option_row storage_rows[] = {
+    ROW_SHAPE,   {OPTION_TOKENS, "tokens", "N", "tokens of the sequence"},
+    ROW_KVS,     ROW_DTYPE,
+    ROWS_FORMAT, OPTION_ROWS_COMMON,
+};
+
+struct command {
+    const char *name;
+    struct option_table table;
+    int required[4]; /* ids of options, 0 after the last */
+    bool (*run)(const struct bench_arguments *arguments, struct error *error);
+};
+
+#define TABLE(usage, summary, rows)                                                                \
+    {                                                                                              \
+        usage, summary, rows, sizeof(rows) / sizeof *(rows)                                        \
+    }
+
+static const struct command commands[] = {
+    {"storage",
+     TABLE("puzzlekv-bench storage --shape NAME --tokens N [--kv SPEC]... [OPTION]...",
+           "Exact bytes of one sequence's cache; nothing is computed.", storage_rows),
+     {OPTION_SHAPE, OPTION_TOKENS},
+     bench_storage},
+};
+
+#define COMMAND_COUNT (sizeof commands / sizeof *commands)
+#define COMMAND_NAMES "storage"
+
+static const struct command *find_command(const char *name)
+{
+    for (size_t i = 0; i < COMMAND_COUNT; i++) {
+        if (strcmp(commands[i].name, name) == 0)
+            return &commands[i];
+    }
+    return NULL;
+}
+
+/* ---- The command line ------------------------------------------------------------------------ */
+
+static bool add_kv(struct bench_arguments *a, const char *text, struct error *error)
+{
+    struct bench_kv *kv = &a->kv[a->kv_count++];
+
+    kv->text = text;
+    return kv_spec_parse(text, &kv->spec, error);
+}
+
+static bool set_option(struct bench_arguments *a, int id, const char *value, struct error *error)
+{
+    switch (id) {
+    case 't':
+        return option_threads(value, &a->threads, error);
+    case OPTION_SHAPE:
+        a->shape = shape_find(value);
+        return a->shape != NULL ||
+               error_set(error, "--shape: \"%.40s\" is not one of %s", value, SHAPE_NAMES);
+    case OPTION_TOKENS:
+        return number_size("--tokens", value, 1, INT32_MAX, &a->tokens, error);
+    case OPTION_KV:
+        return add_kv(a, value, error);
+    case OPTION_DTYPE:
+        return option_dtype(value, &a->dtype, error);
+    case OPTION_JSON:
+        a->json = true;
+        return true;
+    case OPTION_CSV:
+        a->csv = true;
+        return true;
+    }
+    return false;
+}
+
+enum wish { WISH_RUN, WISH_HELP, WISH_VERSION };
+
+/* Reads the command line behind the command; everything that it alone shows to be wrong fails. */
+static bool read_arguments(const struct command *command, int argc, char **argv,
+                           struct bench_arguments *a, enum wish *wish, struct error *error)
+{
+    bool seen[OPTION_IDS] = {false};
+    pkv_config config;
+    const char *value;
+    int id;
+
+    *a = (struct bench_arguments){.threads = machine_threads(), .dtype = PKV_BF16};
+    *wish = WISH_RUN;
+    a->kv = calloc((size_t)argc + 2, sizeof *a->kv);
+    if (a->kv == NULL)
+        return error_set(error, "out of memory");
+    for (;;) {
+        if (!options_next(&command->table, argc, argv, &id, &value, error))
+            return false;
+        if (id == OPTION_END)
+            break;
+        if (id == OPTION_HELP || id == OPTION_VERSION) {
+            *wish = id == OPTION_HELP ? WISH_HELP : WISH_VERSION;
+            return true;
+        }
+        if (!set_option(a, id, value, error))
+            return false;
+        seen[id] = true;
+    }
+    if (!options_optional_operand(argc, argv, "the options", &value, error))
+        return false;
+    if (value != NULL)
+        return error_set(error, "%s: unexpected argument", value);
+    for (size_t i = 0; command->required[i] != 0; i++) {
+        for (size_t row = 0; row < command->table.count; row++) {
+            const struct option_row *option = &command->table.rows[row];
+
+            if (option->id == command->required[i] && !seen[option->id])
+                return error_set(error, "--%s %s: is missing; --help shows the usage", option->name,
+                                 option->argument);
+        }
+    }
+    if (a->json && a->csv)
+        return error_set(error, "--json, --csv: give one or the other");
+    if (a->kv_count == 0 && (!add_kv(a, "raw", error) || !add_kv(a, "puzzle", error)))
+        return false;
+    for (size_t i = 0; i < a->kv_count && a->shape != NULL; i++) {
+        pkv_config_init(&config);
+        shape_describe(a->shape, &config);
+        if (!kv_spec_apply(&a->kv[i].spec, &config, error))
+            return false;
+    }
+    return true;
+}
+
+static bool print_help(const struct command *command, struct error *error)
+{
+    if (command != NULL)
+        return options_help(&command->table, error);
+    printf("Usage: puzzlekv-bench COMMAND [OPTION]...\n"
+           "Measures bytes and speed of policies for the KV cache, side by side.\n"
+           "Commands: " COMMAND_NAMES ".\n");
+    for (size_t i = 0; i < COMMAND_COUNT; i++) {
+        putchar('\n');
+        if (!options_help(&commands[i].table, error))
+            return false;
+    }
+    return true;
+}
+
+/* ---- Shared by the commands ------------------------------------------------------------------ */
+
+bool bench_configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
+                     size_t tokens, pkv_config *config, struct error *error)
+{
+    struct kv_spec spec = kv->spec;
+
+    pkv_config_init(config);
+    shape_describe(arguments->shape, config);
+    if (!kv_spec_apply(&spec, config, error))
+        return false;
+    config->dtype = arguments->dtype;
+    config->max_tokens = tokens;
+    config->threads = arguments->threads;
+    return true;
+}
+
+/* ---- Results --------------------------------------------------------------------------------- */
+
+static json_t *number_object(const struct bench_column *column, double value)
+{
+    if (column->digits == BENCH_WHOLE && isfinite(value))
+        return json_integer((json_int_t)value);
+    return json_finite(value);
+}
+
+static bool print_json(json_t *members, const struct bench_results *results, struct error *error)
+{
+    json_t *list = json_array();
+
+    for (size_t i = 0; i < results->row_count; i++) {
+        const struct bench_row *row = &results->rows[i];
+        json_t *object = json_pack("{s:s}", results->what, row->name);
+
+        if (row->canonical[0] != '\0')
+            json_object_set_new(object, "kv_canonical", json_string(row->canonical));
+        for (size_t j = 0; j < results->column_count; j++)
+            json_object_set_new(object, results->columns[j].name,
+                                number_object(&results->columns[j], row->values[j]));
+        json_array_append_new(list, object);
+    }
+    if (json_object_set_new(members, "results", list) != 0) {
+        json_decref(members);
+        return error_set(error, "out of memory for the JSON document");
+    }
+    return json_print(members, error);
+}
+
+/* A field that commas and quotes cannot break. */
+static void print_quoted(const char *text)
+{
+    putchar('"');
+    for (; *text != '\0'; text++) {
+        if (*text == '"')
+            putchar('"');
+        putchar(*text);
+    }
+    putchar('"');
+}
+
+static void print_scalar(json_t *value, bool quoted, int digits)
+{
+    if (json_is_string(value) && quoted)
+        print_quoted(json_string_value(value));
+    else if (json_is_string(value))
+        fputs(json_string_value(value), stdout);
+    else if (json_is_integer(value))
+        printf("%" JSON_INTEGER_FORMAT, json_integer_value(value));
+    else if (json_is_real(value))
+        printf("%.*g", digits, json_real_value(value));
+}
+
+/* One line per result that says everything, so that the lines of several runs make one table. */
+static bool print_csv(json_t *members, const struct bench_results *results, struct error *error)
+{
+    const char *name;
+    json_t *member;
+
+    json_object_foreach(members, name, member) printf("%s,", name);
+    fputs(results->what, stdout);
+    for (size_t j = 0; j < results->column_count; j++)
+        printf(",%s", results->columns[j].name);
+    putchar('\n');
+    for (size_t i = 0; i < results->row_count; i++) {
+        const struct bench_row *row = &results->rows[i];
+
+        json_object_foreach(members, name, member)
+        {
+            print_scalar(member, true, 17);
+            putchar(',');
+        }
+        print_quoted(row->name);
+        for (size_t j = 0; j < results->column_count; j++) {
+            json_t *value = number_object(&results->columns[j], row->values[j]);
+
+            putchar(',');
+            print_scalar(value, true, 17);
+            json_decref(value);
+        }
+        putchar('\n');
+    }
+    json_decref(members);
+    return output_flush(error);
+}
+
+static bool print_table(json_t *members, const struct bench_results *results, struct error *error)
+{
+    size_t width = strlen(results->what);
+    const char *name;
+    json_t *member;
+
+    json_object_foreach(members, name, member)
+    {
+        printf("%-14s ", name);
+        print_scalar(member, false, 4);
+        putchar('\n');
+    }
+    for (size_t i = 0; i < results->row_count; i++) {
+        if (strlen(results->rows[i].name) > width)
+            width = strlen(results->rows[i].name);
+    }
+    printf("\n%-*s", (int)width, results->what);
+    for (size_t j = 0; j < results->column_count; j++)
+        printf(" %14s", results->columns[j].name);
+    putchar('\n');
+    for (size_t i = 0; i < results->row_count; i++) {
+        printf("%-*s", (int)width, results->rows[i].name);
+        for (size_t j = 0; j < results->column_count; j++) {
+            int digits = results->columns[j].digits;
+            double value = results->rows[i].values[j];
+            int heading = (int)strlen(results->columns[j].name);
+
+            if (isfinite(value))
+                printf(" %*.*f", heading > 14 ? heading : 14, digits == BENCH_WHOLE ? 0 : digits,
+                       value);
+            else
+                printf(" %*s", heading > 14 ? heading : 14, "-");
+        }
+        putchar('\n');
+    }
+    json_decref(members);
+    return output_flush(error);
+}
+
+bool bench_report(const struct bench_arguments *arguments, json_t *members,
+                  const struct bench_results *results, struct error *error)
+{
+    json_t *document;
+    char cpu[256];
+    const char *isa;
+
+    if (!machine_isa(&isa, error)) {
+        json_decref(members);
+        return false;
+    }
+    machine_cpu(cpu, sizeof cpu);
+    document = json_pack("{s:s, s:o, s:i}", "isa", isa, "cpu", json_bytes(cpu, strlen(cpu)),
+                         "threads", (int)arguments->threads);
+    if (json_object_update(document, members) != 0) {
+        json_decref(document);
+        document = NULL;
+    }
+    json_decref(members);
+    if (document == NULL)
+        return error_set(error, "out of memory for the results");
+    return (arguments->json  ? print_json
+            : arguments->csv ? print_csv
+                             : print_table)(document, results, error);
+}
+
+int main(int argc, char **argv)
+{
+    const struct command *command = argc > 1 ? find_command(argv[1]) : NULL;
+    struct bench_arguments arguments = {.kv = NULL};
+    enum wish wish = WISH_RUN;
+    struct error error;
+    int code = EXIT_DONE;
+
+    machine_calm_threads(argv);
+    machine_start_blas(program);
+    if (command != NULL) {
+        if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
+            code = EXIT_USAGE;
+    } else if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
+        wish = WISH_HELP;
+    } else if (argc > 1 && (strcmp(argv[1], "--version") == 0 || strcmp(argv[1], "-V") == 0)) {
+        wish = WISH_VERSION;
+    } else {
+        if (argc > 1)
+            error_set(&error, "%.40s: unknown command; there are: %s", argv[1], COMMAND_NAMES);
+        else
+            error_set(&error, "COMMAND: is missing; there are: %s", COMMAND_NAMES);
+        code = EXIT_USAGE;
+    }
+
+    if (code == EXIT_DONE) {
+        bool done;
+
+        if (wish == WISH_HELP) {
+            done = print_help(command, &error);
+        } else if (wish == WISH_VERSION) {
+            done = options_version(program, &error);
+        } else {
+            interrupt_catch();
+            file_map_guard(program);
+            done = command->run(&arguments, &error);
+            progress_clear();
+        }
+        if (!done)
+            code = interrupt_seen() ? EXIT_INTERRUPTED : EXIT_FAILED;
+    }
+    if (code != EXIT_DONE)
+        error_print(program, &error);
+    free(arguments.kv);
+    return code;
+}
