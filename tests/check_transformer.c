@@ -7,6 +7,8 @@
 #include <string.h>
 
 #include "gguf_writer.h"
+#include "options.h"
+#include "policies/pages.h"
 #include "transformer.h"
 #include "tests.h"
 
@@ -26,20 +28,21 @@ static const char *const variants[] = {"models/qwen2", "models/mistral", "models
 struct setup {
     struct model *model;
     struct transformer *transformer;
-    pkv_cache *cache;
-    pkv_seq *seq;
+    struct kv_store *store;
     int32_t ids[IDS];
     size_t count; /* of ids */
     float *logits;
 };
 
 /* `path` NULL opens the folder's own model, else that file; the ids are the folder's. */
-static void open_setup(struct setup *s, const char *folder, const char *path, pkv_factors factors,
+static void open_setup(struct setup *s, const char *folder, const char *path, const char *kv,
                        pkv_dtype dtype, const struct transformer_options *options)
 {
     struct error error;
     struct transformer_options chosen = *options;
-    pkv_config config;
+    struct kv_store_options store = {
+        .dtype = dtype, .max_tokens = 2 * IDS, .threads = options->threads};
+    struct kv_spec spec;
     json_t *expected = tests_json(tests_path("%s/expected.json", folder));
     json_t *ids = json_object_get(expected, "token_ids");
     s->count = json_array_size(ids);
@@ -52,15 +55,11 @@ static void open_setup(struct setup *s, const char *folder, const char *path, pk
     if (path == NULL)
         path = tests_path("%s", folder);
     ck_assert_msg(model_open(path, &s->model, &error), "%s", error.text);
-    pkv_config_init(&config);
-    transformer_describe(s->model, &config);
-    config.factors_k = config.factors_v = factors;
-    config.dtype = dtype;
-    config.max_tokens = 2 * IDS;
-    config.threads = options->threads;
-    s->cache = tests_open_cache(&config);
-    ck_assert_int_eq(pkv_seq_open(s->cache, &s->seq), PKV_OK);
-    chosen.isa = pkv_cache_isa(s->cache);
+    store.model = s->model;
+    ck_assert_msg(kv_spec_parse(kv, &spec, &error) && kv_spec_resolve(&spec, s->model, &error) &&
+                      kv_store_open(&spec, &store, &s->store, &error) &&
+                      machine_isa(&chosen.isa, &error),
+                  "%s", error.text);
     ck_assert_msg(transformer_open(s->model, &chosen, &s->transformer, &error), "%s", error.text);
     s->logits = malloc(s->model->vocabulary * sizeof *s->logits);
     ck_assert_ptr_nonnull(s->logits);
@@ -69,7 +68,7 @@ static void open_setup(struct setup *s, const char *folder, const char *path, pk
 static void close_setup(struct setup *s)
 {
     free(s->logits);
-    pkv_cache_close(s->cache);
+    kv_store_close(s->store);
     transformer_close(s->transformer);
     model_close(s->model);
 }
@@ -78,8 +77,16 @@ static void feed(struct setup *s, const int32_t *ids, size_t count)
 {
     struct error error;
 
-    ck_assert_msg(transformer_step(s->transformer, s->cache, s->seq, ids, count, s->logits, &error),
-                  "%s", error.text);
+    ck_assert_msg(transformer_step(s->transformer, s->store, ids, count, s->logits, &error), "%s",
+                  error.text);
+}
+
+static void rewind_setup(struct setup *s)
+{
+    struct error error;
+
+    ck_assert_msg(kv_store_rewind(s->store, 0, &error), "%s", error.text);
+    ck_assert_uint_eq(kv_store_tokens(s->store), 0);
 }
 
 static double difference(const float *a, const float *b, size_t n)
@@ -91,12 +98,12 @@ static double difference(const float *a, const float *b, size_t n)
     return largest;
 }
 
-static void check_raw_logits(const char *folder, const char *path)
+static void check_raw_logits(const char *folder, const char *path, const char *kv)
 {
     const struct transformer_options options = {.threads = 2};
     struct setup s;
 
-    open_setup(&s, folder, path, PKV_FACTORS_NONE, PKV_F32, &options);
+    open_setup(&s, folder, path, kv, PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
     float *expected = tests_read_f32(tests_path("%s/logits_raw.f32", folder), s.count * vocabulary);
 
@@ -106,7 +113,7 @@ static void check_raw_logits(const char *folder, const char *path)
     }
     /* The same in steps that cross pages. */
     for (size_t count = 1; count <= s.count; count += count / 3 + 1) {
-        ck_assert_int_eq(pkv_seq_truncate(s.seq, 0), PKV_OK);
+        rewind_setup(&s);
         feed(&s, s.ids, count);
         ck_assert_double_le(difference(s.logits, expected + (count - 1) * vocabulary, vocabulary),
                             TOLERANCE);
@@ -117,13 +124,14 @@ static void check_raw_logits(const char *folder, const char *path)
 
 START_TEST(test_raw_logits)
 {
-    check_raw_logits(models[_i], NULL);
+    check_raw_logits(models[_i], NULL, "raw");
+    check_raw_logits(models[_i], NULL, "static");
 }
 END_TEST
 
 START_TEST(test_variant_logits)
 {
-    check_raw_logits(variants[_i], NULL);
+    check_raw_logits(variants[_i], NULL, "raw");
 }
 END_TEST
 
@@ -260,7 +268,7 @@ START_TEST(test_gguf_logits)
     snprintf(path, sizeof path, "%s/model.gguf", folder);
     for (size_t i = 0; i < sizeof folders / sizeof folders[0]; i++) {
         convert_model(folders[i], path);
-        check_raw_logits(folders[i], path);
+        check_raw_logits(folders[i], path, "raw");
     }
     tests_remove_folder(folder);
 }
@@ -272,7 +280,7 @@ START_TEST(test_puzzle_logits)
     const struct transformer_options options = {.threads = 2};
     struct setup s;
 
-    open_setup(&s, folder, NULL, PKV_FACTORS_NATIVE, PKV_F32, &options);
+    open_setup(&s, folder, NULL, "puzzle", PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
     float *expected = tests_read_f32(tests_path("%s/logits_puzzle_16_14.f32", folder),
                                      (IDS - PROMPT) * vocabulary);
@@ -302,7 +310,7 @@ START_TEST(test_blocks)
     struct setup s;
     int32_t ids[2 * IDS];
 
-    open_setup(&s, models[_i], NULL, PKV_FACTORS_NONE, PKV_F32, &options);
+    open_setup(&s, models[_i], NULL, "raw", PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
     float *expected = malloc(vocabulary * sizeof *expected);
 
@@ -314,7 +322,7 @@ START_TEST(test_blocks)
     for (size_t i = 0; i < vocabulary; i++)
         expected[i] = s.logits[i];
     for (size_t first = 1; first < 2 * IDS; first += 97) {
-        ck_assert_int_eq(pkv_seq_truncate(s.seq, 0), PKV_OK);
+        rewind_setup(&s);
         feed(&s, ids, first);
         feed(&s, ids + first, 2 * IDS - first);
         ck_assert_double_le(difference(s.logits, expected, vocabulary), TOLERANCE);
@@ -334,11 +342,11 @@ START_TEST(test_threads)
         const struct transformer_options options = {.threads = threads[t]};
         struct setup s;
 
-        open_setup(&s, models[_i], NULL, PKV_FACTORS_NATIVE, PKV_BF16, &options);
+        open_setup(&s, models[_i], NULL, "puzzle", PKV_BF16, &options);
         feed(&s, s.ids, PROMPT);
         for (size_t i = PROMPT; i < IDS; i++)
             feed(&s, s.ids + i, 1);
-        ck_assert_int_eq(pkv_seq_digest(s.seq, &digest), PKV_OK);
+        ck_assert_int_eq(pkv_seq_digest(pages_sequence(s.store), &digest), PKV_OK);
         if (first == NULL) {
             first = s.logits;
             first_digest = digest;
@@ -368,13 +376,13 @@ START_TEST(test_interrupt)
     struct error error;
     uint64_t before, after;
 
-    open_setup(&s, models[_i], NULL, PKV_FACTORS_NATIVE, PKV_F32, &options);
-    ck_assert_int_eq(pkv_seq_digest(s.seq, &before), PKV_OK);
-    ck_assert(!transformer_step(s.transformer, s.cache, s.seq, s.ids, 40, NULL, &error));
+    open_setup(&s, models[_i], NULL, "puzzle", PKV_F32, &options);
+    ck_assert_int_eq(pkv_seq_digest(pages_sequence(s.store), &before), PKV_OK);
+    ck_assert(!transformer_step(s.transformer, s.store, s.ids, 40, NULL, &error));
     ck_assert_str_eq(error.text, "interrupted");
     ck_assert_uint_eq(layers, s.model->layer_count);
-    ck_assert_uint_eq(pkv_seq_tokens(s.seq), 0);
-    ck_assert_int_eq(pkv_seq_digest(s.seq, &after), PKV_OK);
+    ck_assert_uint_eq(kv_store_tokens(s.store), 0);
+    ck_assert_int_eq(pkv_seq_digest(pages_sequence(s.store), &after), PKV_OK);
     ck_assert_uint_eq(before, after);
     close_setup(&s);
 }
@@ -386,21 +394,86 @@ START_TEST(test_bad_tokens)
     struct setup s;
     struct error error;
 
-    open_setup(&s, models[_i], NULL, PKV_FACTORS_NATIVE, PKV_F32, &options);
+    open_setup(&s, models[_i], NULL, "puzzle", PKV_F32, &options);
     s.ids[3] = (int32_t)s.model->vocabulary;
-    ck_assert(!transformer_step(s.transformer, s.cache, s.seq, s.ids, 5, NULL, &error));
+    ck_assert(!transformer_step(s.transformer, s.store, s.ids, 5, NULL, &error));
     ck_assert_str_eq(error.text, "token 3: id 320 is not in the vocabulary of 320");
     s.ids[0] = -1;
-    ck_assert(!transformer_step(s.transformer, s.cache, s.seq, s.ids, 1, NULL, &error));
+    ck_assert(!transformer_step(s.transformer, s.store, s.ids, 1, NULL, &error));
     ck_assert_str_eq(error.text, "token 0: id -1 is not in the vocabulary of 320");
-    ck_assert_uint_eq(pkv_seq_tokens(s.seq), 0);
-    /* More than the cache was opened for: the library's own words come through. */
+    ck_assert_uint_eq(kv_store_tokens(s.store), 0);
+    /* More than the store was opened for. */
     int32_t *many = calloc(2 * IDS + 1, sizeof *many);
     ck_assert_ptr_nonnull(many);
-    ck_assert(!transformer_step(s.transformer, s.cache, s.seq, many, 2 * IDS + 1, NULL, &error));
+    ck_assert(!transformer_step(s.transformer, s.store, many, 2 * IDS + 1, NULL, &error));
     ck_assert_ptr_nonnull(strstr(error.text, "KV cache: "));
     free(many);
     close_setup(&s);
+}
+END_TEST
+
+/* Stores that share a first step hold, and predict, what each would alone. */
+START_TEST(test_shared_step)
+{
+    static const char *const specs[] = {"raw", "puzzle", "puzzle:rk=3,rv=5", "static"};
+    enum { STORES = sizeof specs / sizeof specs[0] };
+    const struct transformer_options options = {.threads = 2};
+    struct setup alone[STORES], beside[STORES];
+    struct kv_store *stores[STORES];
+    struct error error;
+
+    for (size_t i = 0; i < STORES; i++) {
+        open_setup(&alone[i], models[_i], NULL, specs[i], PKV_BF16, &options);
+        open_setup(&beside[i], models[_i], NULL, specs[i], PKV_BF16, &options);
+        stores[i] = beside[i].store;
+        feed(&alone[i], alone[i].ids, PROMPT);
+    }
+    size_t bytes = alone[0].model->vocabulary * sizeof *alone[0].logits;
+
+    ck_assert_msg(transformer_step_shared(beside[0].transformer, stores, STORES, beside[0].ids,
+                                          PROMPT, beside[0].logits, &error),
+                  "%s", error.text);
+    ck_assert_mem_eq(beside[0].logits, alone[0].logits, bytes);
+    for (size_t i = 0; i < STORES; i++) {
+        ck_assert_uint_eq(kv_store_tokens(stores[i]), PROMPT);
+        feed(&alone[i], alone[i].ids + PROMPT, 1);
+        feed(&beside[i], beside[i].ids + PROMPT, 1);
+        /* The exact attention of static has other last bits than the library's. */
+        if (strcmp(specs[i], "static") != 0)
+            ck_assert_mem_eq(beside[i].logits, alone[i].logits, bytes);
+        else
+            ck_assert_double_le(
+                difference(beside[i].logits, alone[i].logits, alone[i].model->vocabulary), 0.1);
+    }
+    for (size_t i = 0; i < STORES; i++) {
+        close_setup(&alone[i]);
+        close_setup(&beside[i]);
+    }
+}
+END_TEST
+
+/* An error in one store leaves all of them as they were. */
+START_TEST(test_shared_step_fails)
+{
+    size_t layers = 0;
+    const struct transformer_options options = {
+        .threads = 1, .layer_done = stop_after_two, .opaque = &layers};
+    struct setup a, b;
+    struct error error;
+
+    open_setup(&a, models[_i], NULL, "puzzle", PKV_F32, &options);
+    open_setup(&b, models[_i], NULL, "static", PKV_F32, &options);
+    struct kv_store *stores[] = {a.store, b.store};
+
+    ck_assert(!transformer_step_shared(a.transformer, stores, 2, a.ids, 40, NULL, &error));
+    ck_assert_str_eq(error.text, "interrupted");
+    for (size_t i = 0; i < 2; i++) {
+        ck_assert_uint_eq(kv_store_tokens(stores[i]), 0);
+        ck_assert(kv_store_begin(stores[i], 1, &error));
+        kv_store_abort(stores[i]);
+    }
+    close_setup(&a);
+    close_setup(&b);
 }
 END_TEST
 
@@ -417,6 +490,8 @@ int main(void)
     tcase_add_loop_test(tests, test_threads, 0, 2);
     tcase_add_loop_test(tests, test_interrupt, 0, 2);
     tcase_add_loop_test(tests, test_bad_tokens, 0, 2);
+    tcase_add_loop_test(tests, test_shared_step, 0, 2);
+    tcase_add_loop_test(tests, test_shared_step_fails, 0, 2);
     suite_add_tcase(suite, tests);
     return tests_run(suite);
 }

@@ -37,7 +37,7 @@ refuse 2 'is not below --tokens 9' ppl model.gguf -f text --tokens 9 --prefill 9
 refuse 2 'is not a whole number' ppl model.gguf -f text --tokens 1 --prefill 1 --kv raw
 refuse 2 'is not a whole number' ppl model.gguf -f text --tokens 9 --prefill 0 --kv raw
 refuse 2 'unknown key "foo"' ppl model.gguf -f text --tokens 9 --prefill 1 --kv puzzle:foo=1
-refuse 2 'this version does not have the policy' info model.gguf --kv int4
+refuse 2 'unknown policy; there are: puzzle, raw' info model.gguf --kv nonesuch
 refuse 2 '--temp: unknown' info model.gguf --temp 1
 refuse 2 '--output: unknown' ppl model.gguf --output x
 refuse 2 'is not one of bf16, f16, f32' info model.gguf --dtype int8

@@ -23,6 +23,17 @@ for line in 'puzzlekv-run [0-9]' 'instruction set: [a-z]' 'backends: cpu' 'BLAS:
 done
 compare_options 20
 
+# Every policy and every key is in the manual, and nothing else.
+sed -n '/^Policies/,$p' "$work/help" | sed 1,2d > "$work/help_policies"
+{
+    sed -nE 's/^  ([a-z0-9-]+) .*/\1/p' "$work/help_policies"
+    sed -nE 's/^    //p' "$work/help_policies" | tr ',' '\n' | sed -nE 's/^ *([a-z]+)=.*/\1/p'
+} | sort > "$work/help_names"
+sed -n '/^\.Sh CACHE POLICIES/,/^\.Sh JSON/p' "$source/man/puzzlekv-run.1" |
+    sed -nE 's/^\.It Cm ([a-z0-9-]+)( Ns .*)?$/\1/p' | sort > "$work/man_names"
+grep -q '^static$' "$work/help_names" || fail '--help: no policy static'
+diff "$work/help_names" "$work/man_names" || fail '--help and the manual list other policies'
+
 # ---- What the command line shows to be wrong ----------------------------------------------------
 
 refuse 2 'MODEL: is missing'
@@ -63,7 +74,7 @@ refuse 2 '--stop: the text is empty' model.gguf -p x --stop ''
 refuse 2 '--kv: given twice' model.gguf -p x --kv raw --kv puzzle
 refuse 2 'unknown key "foo"' model.gguf -p x --kv puzzle:foo=1
 refuse 2 'not a multiple of 8' model.gguf -p x --kv puzzle:page=33
-refuse 2 'this version does not have the policy "h2o"; it has: puzzle, raw' model.gguf -p x --kv h2o
+refuse 2 'unknown policy; there are: puzzle, raw' model.gguf -p x --kv nonesuch
 refuse 2 'ratio stands for rk and rv' model.gguf -p x --kv puzzle:ratio=0.5,rk=4
 
 # ---- What only a look at files and machine shows ------------------------------------------------

@@ -12,6 +12,7 @@
 
 #include "error.h"
 #include "kv_spec.h"
+#include "policies/policy.h"
 #include "runner/model.h"
 #include "runner/transformer.h"
 
@@ -41,16 +42,14 @@ bool eval_tokenize(const struct eval_arguments *arguments, struct error *error);
 bool eval_logits(const struct eval_arguments *arguments, struct error *error);
 bool eval_ppl(const struct eval_arguments *arguments, struct error *error);
 
-/* A transformer for caches such as `cache` that stops at Ctrl-C. */
+/* A transformer that stops at Ctrl-C. */
 bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,
-                           const pkv_cache *cache, struct transformer **transformer,
-                           struct error *error);
+                           struct transformer **transformer, struct error *error);
 
-/* One policy's cache with one sequence. */
+/* One policy's cache. */
 struct eval_cache {
-    struct kv_spec spec; /* with the ranks for the model */
-    pkv_cache *cache;
-    pkv_seq *seq;
+    struct kv_spec spec; /* resolved for the model */
+    struct kv_store *store;
 };
 
 /* `tokens` in all, at most `step_tokens` in one step. On failure nothing is left open. */
@@ -60,8 +59,6 @@ bool eval_cache_open(const struct eval_arguments *arguments, const struct model 
 
 /* Accepts one that is all zero. */
 void eval_cache_close(struct eval_cache *cache);
-
-bool eval_cache_stats(const struct eval_cache *cache, pkv_stats *stats, struct error *error);
 
 /* Prints the command's document: {"model", "isa", "cpu", "threads", "dtype"}, then the members of
  * `members`, which is freed; NULL (no memory when it was built) fails. */

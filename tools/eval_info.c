@@ -50,23 +50,20 @@ static size_t choose_lengths(size_t context, size_t lengths[MAX_LENGTHS])
     return count;
 }
 
+struct footprint {
+    size_t bytes, raw_bytes;
+};
+
+/* Of a prompt of that many tokens. */
 static bool footprint(const struct eval_arguments *arguments, const struct model *model,
-                      struct kv_spec *spec, size_t tokens, pkv_footprint *result,
+                      const struct kv_spec *spec, size_t tokens, struct footprint *result,
                       struct error *error)
 {
-    char message[PKV_MESSAGE_BYTES];
-    pkv_config config;
+    const struct policy_size size = {
+        .model = model, .dtype = arguments->dtype, .prompt = tokens, .tokens = tokens};
 
-    pkv_config_init(&config);
-    transformer_describe(model, &config);
-    if (!kv_spec_apply(spec, &config, error))
-        return false;
-    config.dtype = arguments->dtype;
-    config.max_tokens = tokens;
-    *result = (pkv_footprint){.struct_size = sizeof *result};
-    if (pkv_footprint_of(&config, tokens, result, message) != PKV_OK)
-        return error_set(error, "the cache: %s", message);
-    return true;
+    result->raw_bytes = policy_raw_bytes(model, arguments->dtype, tokens);
+    return spec->policy->bytes(spec, &size, &result->bytes, error);
 }
 
 static const char *const scaling_names[] = {
@@ -102,14 +99,15 @@ static bool print_table(const struct eval_arguments *arguments, const struct mod
     for (size_t i = 0; i < arguments->kv_count; i++) {
         struct kv_spec spec = arguments->kv[i].spec;
 
+        if (!kv_spec_resolve(&spec, model, error))
+            return false;
         for (size_t j = 0; j < length_count; j++) {
-            pkv_footprint bytes;
+            struct footprint bytes;
 
             if (!footprint(arguments, model, &spec, lengths[j], &bytes, error))
                 return false;
             printf("%-*s %10zu %15zu %15zu %8.5f\n", width, arguments->kv[i].text, lengths[j],
-                   bytes.payload_bytes, bytes.raw_bytes,
-                   (double)bytes.payload_bytes / (double)bytes.raw_bytes);
+                   bytes.bytes, bytes.raw_bytes, (double)bytes.bytes / (double)bytes.raw_bytes);
         }
     }
     return output_flush(error);
@@ -124,16 +122,16 @@ static json_t *policy_object(const struct eval_arguments *arguments, const struc
     json_t *raw = json_array();
     json_t *ratio = json_array();
     char canonical[KV_SPEC_TEXT_BYTES];
-    bool done = true;
+    bool done = kv_spec_resolve(&spec, model, error);
 
     for (size_t i = 0; i < length_count && done; i++) {
-        pkv_footprint result;
+        struct footprint result;
 
         done = footprint(arguments, model, &spec, lengths[i], &result, error);
-        if (done && (json_array_append_new(bytes, json_integer((json_int_t)result.payload_bytes)) ||
+        if (done && (json_array_append_new(bytes, json_integer((json_int_t)result.bytes)) ||
                      json_array_append_new(raw, json_integer((json_int_t)result.raw_bytes)) ||
-                     json_array_append_new(ratio, json_finite((double)result.payload_bytes /
-                                                              (double)result.raw_bytes))))
+                     json_array_append_new(
+                         ratio, json_finite((double)result.bytes / (double)result.raw_bytes))))
             done = error_set(error, "out of memory for the JSON document");
     }
     if (!done) {
@@ -204,7 +202,7 @@ bool eval_info(const struct eval_arguments *arguments, struct error *error)
 {
     struct type_total totals[QUANT_TYPES] = {{0, 0, 0}};
     size_t lengths[MAX_LENGTHS];
-    pkv_footprint bytes;
+    struct footprint bytes;
     struct model *model;
     size_t length_count;
     bool done = true;
@@ -221,7 +219,8 @@ bool eval_info(const struct eval_arguments *arguments, struct error *error)
     for (size_t i = 0; i < arguments->kv_count && done; i++) {
         struct kv_spec spec = arguments->kv[i].spec;
 
-        done = footprint(arguments, model, &spec, model->context_length, &bytes, error);
+        done = kv_spec_resolve(&spec, model, error) &&
+               footprint(arguments, model, &spec, model->context_length, &bytes, error);
     }
     if (done)
         done = (arguments->json ? print_document : print_table)(arguments, model, totals, lengths,

@@ -78,14 +78,13 @@ static bool write_rows(const struct eval_arguments *arguments, const struct mode
         error_set(error, "out of memory for the logits");
         goto out;
     }
-    if (!eval_transformer_open(arguments, model, cache->cache, &transformer, error))
+    if (!eval_transformer_open(arguments, model, &transformer, error))
         goto out;
     while (fed + 1 < count) {
         size_t step = fed == 0 ? arguments->prefill : 1;
 
         progress_show("token %zu of %zu", fed + step, count - 1);
-        if (!transformer_step(transformer, cache->cache, cache->seq, ids + fed, step, logits,
-                              error))
+        if (!transformer_step(transformer, cache->store, ids + fed, step, logits, error))
             goto out;
         if (fwrite(logits, sizeof *logits, model->vocabulary, output) != model->vocabulary) {
             error_set(error, "%s: %s", arguments->output, strerror(errno));
@@ -105,9 +104,9 @@ static bool print_document(const struct eval_arguments *arguments, const struct 
                            const struct eval_cache *cache, size_t count, struct error *error)
 {
     char canonical[KV_SPEC_TEXT_BYTES];
-    pkv_stats stats;
+    struct kv_stats stats;
 
-    if (!eval_cache_stats(cache, &stats, error))
+    if (!kv_store_stats(cache->store, &stats, error))
         return false;
     kv_spec_canonical(&cache->spec, canonical);
     return eval_print_document(
@@ -146,7 +145,7 @@ static FILE *open_output(const struct eval_arguments *arguments, struct error *e
 bool eval_logits(const struct eval_arguments *arguments, struct error *error)
 {
     struct model *model = NULL;
-    struct eval_cache cache = {.cache = NULL};
+    struct eval_cache cache = {.store = NULL};
     int32_t *ids = NULL;
     FILE *output = NULL;
     struct stat status;

@@ -74,57 +74,119 @@ static double divergence(const double *reference, const double *other, size_t co
     return sum;
 }
 
+/* The buffers of one prediction, [vocabulary] each. */
+struct predictions {
+    float *logits;
+    double *reference; /* logarithms of the reference's probabilities */
+    double *logs;      /* of another policy's */
+    size_t reference_choice;
+};
+
+static bool predictions_open(struct predictions *p, size_t vocabulary, struct error *error)
+{
+    *p = (struct predictions){calloc(vocabulary, sizeof *p->logits),
+                              calloc(vocabulary, sizeof *p->reference),
+                              calloc(vocabulary, sizeof *p->logs), 0};
+    return (p->logits != NULL && p->reference != NULL && p->logs != NULL) ||
+           error_set(error, "out of memory for the logits");
+}
+
+static void predictions_close(struct predictions *p)
+{
+    free(p->logs);
+    free(p->reference);
+    free(p->logits);
+}
+
+/* Counts what p->logits, those of run `index`, say of the token that follows; 0 is the reference.
+ */
+static bool count_prediction(struct policy_run *runs, size_t index, struct predictions *p,
+                             size_t vocabulary, int32_t next, struct error *error)
+{
+    double *into = index == 0 ? p->reference : p->logs;
+    size_t choice;
+
+    if (!log_softmax(p->logits, vocabulary, into, &choice, error))
+        return false;
+    if (index == 0)
+        p->reference_choice = choice;
+    else
+        runs[index].kl += divergence(p->reference, p->logs, vocabulary);
+    runs[index].nll -= into[next];
+    runs[index].agreed += choice == p->reference_choice;
+    return true;
+}
+
+static void show_progress(const struct eval_arguments *arguments, const struct policy_run *run,
+                          size_t fed)
+{
+    progress_show("%zu of %zu tokens, %s", fed, arguments->tokens,
+                  run->text != NULL ? run->text : "raw");
+}
+
+/* The first step. The policies that do not change it share the reference's, and so the prediction.
+ */
+static bool prefill(const struct eval_arguments *arguments, struct transformer *transformer,
+                    struct policy_run *runs, size_t run_count, struct predictions *p,
+                    size_t vocabulary, const int32_t *ids, struct error *error)
+{
+    struct kv_store **stores = calloc(run_count, sizeof *stores);
+    int32_t next = ids[arguments->prefill];
+    size_t count = 0;
+    bool done;
+
+    if (stores == NULL)
+        return error_set(error, "out of memory for %zu policies", run_count);
+    for (size_t i = 0; i < run_count; i++) {
+        if (!runs[i].cache.spec.policy->own_prefill)
+            stores[count++] = runs[i].cache.store;
+    }
+    show_progress(arguments, &runs[0], 0);
+    done = transformer_step_shared(transformer, stores, count, ids, arguments->prefill, p->logits,
+                                   error);
+    for (size_t i = 0; i < run_count && done; i++) {
+        if (!runs[i].cache.spec.policy->own_prefill)
+            done = count_prediction(runs, i, p, vocabulary, next, error);
+    }
+    for (size_t i = 0; i < run_count && done; i++) {
+        if (!runs[i].cache.spec.policy->own_prefill)
+            continue;
+        show_progress(arguments, &runs[i], 0);
+        done = transformer_step(transformer, runs[i].cache.store, ids, arguments->prefill,
+                                p->logits, error) &&
+               count_prediction(runs, i, p, vocabulary, next, error);
+    }
+    free(stores);
+    return done;
+}
+
 /* Feeds the same tokens to all policies, side by side; runs[0] is the reference. */
 static bool predict(const struct eval_arguments *arguments, const struct model *model,
                     struct policy_run *runs, size_t run_count, const int32_t *ids,
                     struct error *error)
 {
-    size_t vocabulary = model->vocabulary;
     struct transformer *transformer = NULL;
-    float *logits = calloc(vocabulary, sizeof *logits);
-    double *reference = calloc(vocabulary, sizeof *reference);
-    double *logs = calloc(vocabulary, sizeof *logs);
-    size_t reference_choice = 0;
-    size_t fed = 0;
+    struct predictions p;
     bool done = false;
 
-    if (logits == NULL || reference == NULL || logs == NULL) {
-        error_set(error, "out of memory for the logits");
+    if (!predictions_open(&p, model->vocabulary, error) ||
+        !eval_transformer_open(arguments, model, &transformer, error) ||
+        !prefill(arguments, transformer, runs, run_count, &p, model->vocabulary, ids, error))
         goto out;
-    }
-    if (!eval_transformer_open(arguments, model, runs[0].cache.cache, &transformer, error))
-        goto out;
-    while (fed + 1 < arguments->tokens) {
-        size_t step = fed == 0 ? arguments->prefill : 1;
-        int32_t next = ids[fed + step];
-
+    for (size_t fed = arguments->prefill; fed + 1 < arguments->tokens; fed++) {
         for (size_t i = 0; i < run_count; i++) {
-            struct policy_run *run = &runs[i];
-            double *into = i == 0 ? reference : logs;
-            size_t choice;
-
-            progress_show("%zu of %zu tokens, %s", fed, arguments->tokens,
-                          run->text != NULL ? run->text : "raw");
-            if (!transformer_step(transformer, run->cache.cache, run->cache.seq, ids + fed, step,
-                                  logits, error) ||
-                !log_softmax(logits, vocabulary, into, &choice, error))
+            show_progress(arguments, &runs[i], fed);
+            if (!transformer_step(transformer, runs[i].cache.store, ids + fed, 1, p.logits,
+                                  error) ||
+                !count_prediction(runs, i, &p, model->vocabulary, ids[fed + 1], error))
                 goto out;
-            if (i == 0)
-                reference_choice = choice;
-            else
-                run->kl += divergence(reference, logs, vocabulary);
-            run->nll -= into[next];
-            run->agreed += choice == reference_choice;
         }
-        fed += step;
     }
     progress_clear();
     done = true;
 out:
     transformer_close(transformer);
-    free(logs);
-    free(reference);
-    free(logits);
+    predictions_close(&p);
     return done;
 }
 
@@ -137,10 +199,10 @@ static bool report_run(const struct eval_arguments *arguments, const struct poli
     double kl = run->kl / predictions;
     double top1 = (double)run->agreed / predictions;
     char canonical[KV_SPEC_TEXT_BYTES];
-    pkv_stats stats;
+    struct kv_stats stats;
     double ratio;
 
-    if (!eval_cache_stats(&run->cache, &stats, error))
+    if (!kv_store_stats(run->cache.store, &stats, error))
         return false;
     ratio = (double)stats.payload_bytes / (double)stats.raw_bytes;
     if (results == NULL) {
@@ -213,7 +275,7 @@ bool eval_ppl(const struct eval_arguments *arguments, struct error *error)
     for (size_t i = 0; i < arguments->kv_count; i++) {
         const struct eval_kv *kv = &arguments->kv[i];
 
-        order[i] = kv->spec.policy == KV_RAW && runs[0].text == NULL ? 0 : run_count++;
+        order[i] = kv->spec.policy == &policy_raw && runs[0].text == NULL ? 0 : run_count++;
         runs[order[i]].text = kv->text;
         if (order[i] == 0)
             raw = kv->spec;

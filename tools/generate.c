@@ -16,26 +16,6 @@ static bool layer_done(void *opaque, size_t done, size_t layers)
     return !interrupt_seen();
 }
 
-static bool cache_failed(const struct generator *generator, struct error *error)
-{
-    return error_set(error, "the cache: %s", pkv_cache_message(generator->cache));
-}
-
-static bool open_cache(struct generator *generator, struct error *error)
-{
-    const pkv_config *config = &generator->options.cache;
-    char message[PKV_MESSAGE_BYTES];
-    pkv_status status = pkv_cache_open(config, &generator->cache, message);
-
-    if (status != PKV_OK)
-        return error_set(error, "the cache: %s%s", message,
-                         status == PKV_ERROR_MEMORY ? "; --ctx sets for how many tokens" : "");
-    generator->context = config->max_tokens;
-    if (pkv_seq_open(generator->cache, &generator->seq) != PKV_OK)
-        return cache_failed(generator, error);
-    return true;
-}
-
 bool generator_open(struct generator *generator, const struct generator_options *options,
                     struct error *error)
 {
@@ -43,11 +23,11 @@ bool generator_open(struct generator *generator, const struct generator_options 
                                               .layer_done = layer_done,
                                               .opaque = &generator->generation};
 
-    *generator = (struct generator){.options = *options, .answer = options->answer};
-    if (!open_cache(generator, error))
-        goto fail;
-    transformer.isa = pkv_cache_isa(generator->cache);
-    if (!transformer_open(options->model, &transformer, &generator->transformer, error) ||
+    *generator = (struct generator){
+        .options = *options, .context = options->cache.max_tokens, .answer = options->answer};
+    if (!kv_store_open(&options->spec, &options->cache, &generator->store, error) ||
+        !machine_isa(&transformer.isa, error) ||
+        !transformer_open(options->model, &transformer, &generator->transformer, error) ||
         !sampler_open(&options->sampling, options->model->vocabulary, &generator->sampler, error) ||
         !detokenizer_open(&generator->detokenizer, options->tokenizer, false, error))
         goto fail;
@@ -70,7 +50,7 @@ void generator_close(struct generator *generator)
     detokenizer_close(&generator->detokenizer);
     sampler_close(generator->sampler);
     transformer_close(generator->transformer);
-    pkv_cache_close(generator->cache);
+    kv_store_close(generator->store);
     *generator = (struct generator){0};
 }
 
@@ -90,10 +70,10 @@ static bool choose_next(struct generator *generator, int32_t *token, struct erro
 {
     struct generation *generation = &generator->generation;
     struct token_list *tokens = &generator->tokens;
-    size_t fed = pkv_seq_tokens(generator->seq);
+    size_t fed = kv_store_tokens(generator->store);
 
-    if (!transformer_step(generator->transformer, generator->cache, generator->seq,
-                          tokens->ids + fed, tokens->count - fed, generator->logits, error)) {
+    if (!transformer_step(generator->transformer, generator->store, tokens->ids + fed,
+                          tokens->count - fed, generator->logits, error)) {
         generation->finish = FINISH_INTERRUPTED;
         return interrupt_seen();
     }
@@ -127,8 +107,8 @@ bool generator_answer(struct generator *generator, size_t most, struct error *er
     int32_t token;
     bool stopped;
 
-    *generation = (struct generation){.prompt_tokens =
-                                          generator->tokens.count - pkv_seq_tokens(generator->seq),
+    *generation = (struct generation){.prompt_tokens = generator->tokens.count -
+                                                       kv_store_tokens(generator->store),
                                       .began = machine_seconds()};
     answer_clear(&generator->answer);
     if (generator->options.continues)
@@ -153,7 +133,7 @@ bool generator_answer(struct generator *generator, size_t most, struct error *er
             generation->finish = FINISH_STOP;
         else if (generation->generated_tokens == most)
             generation->finish = FINISH_LENGTH;
-        else if (pkv_seq_tokens(generator->seq) == generator->context)
+        else if (kv_store_tokens(generator->store) == generator->context)
             generation->finish = FINISH_FULL;
     }
     clear_progress(generator);
@@ -166,16 +146,7 @@ bool generator_answer(struct generator *generator, size_t most, struct error *er
 
 bool generator_rewind(struct generator *generator, size_t tokens, struct error *error)
 {
-    size_t page_tokens = generator->options.cache.page_tokens;
-    pkv_page_info page = {.struct_size = sizeof page};
-
-    if (tokens >= pkv_seq_tokens(generator->seq))
-        return true;
-    if (pkv_seq_page(generator->seq, tokens / page_tokens, &page) != PKV_OK)
-        return cache_failed(generator, error);
-    if (page.state == PKV_PAGE_FACTORIZED)
-        tokens = page.first_token;
-    return pkv_seq_truncate(generator->seq, tokens) == PKV_OK || cache_failed(generator, error);
+    return kv_store_rewind(generator->store, tokens, error);
 }
 
 bool generator_restart(struct generator *generator, struct error *error)

@@ -3,13 +3,12 @@
 #ifndef PUZZLEKV_TOOLS_GENERATE_H
 #define PUZZLEKV_TOOLS_GENERATE_H
 
-#include <puzzlekv.h>
-
 #include <stdbool.h>
 #include <stddef.h>
 
 #include "answer.h"
 #include "error.h"
+#include "policies/policy.h"
 #include "runner/detokenizer.h"
 #include "runner/model.h"
 #include "runner/sampler.h"
@@ -38,7 +37,8 @@ struct generation {
 struct generator_options {
     const struct model *model;
     const struct tokenizer *tokenizer;
-    pkv_config cache; /* for the model */
+    struct kv_spec spec; /* resolved for the model */
+    struct kv_store_options cache;
     struct sampler_options sampling;
     bool continues;       /* an answer goes on from the text before it */
     struct answer answer; /* empty */
@@ -49,8 +49,7 @@ struct generator_options {
 struct generator {
     struct generator_options options;
     size_t context; /* tokens that the cache has room for */
-    pkv_cache *cache;
-    pkv_seq *seq;
+    struct kv_store *store;
     struct transformer *transformer;
     struct sampler *sampler;
     struct detokenizer detokenizer;
@@ -74,8 +73,8 @@ void generator_close(struct generator *generator);
  * no failure. */
 bool generator_answer(struct generator *generator, size_t most, struct error *error);
 
-/* Makes the cache forget what comes after the first `tokens` tokens. To keep a factorized page in
- * part would change it: such a page is forgotten too, and its tokens will be fed again. */
+/* Makes the cache forget what comes after the first `tokens` tokens. What it cannot keep without
+ * changing it is forgotten too, and those tokens will be fed again. */
 bool generator_rewind(struct generator *generator, size_t tokens, struct error *error);
 
 /* Forgets everything: what comes then is what would come from a new generator. */

@@ -3,52 +3,56 @@
 #ifndef PUZZLEKV_TOOLS_KV_SPEC_H
 #define PUZZLEKV_TOOLS_KV_SPEC_H
 
-#include <puzzlekv.h>
-
 #include <stdbool.h>
 #include <stddef.h>
 
 #include "error.h"
+#include "runner/model.h"
 
-enum kv_policy {
-    KV_PUZZLE, /* pages, old ones as low-rank factors */
-    KV_RAW     /* the same pages, all dense */
+struct policy;
+
+/* A policy has at most this many keys. */
+#define KV_SPEC_KEYS 12
+
+/* The value of one key: its number, or for a choice the index of what was chosen. */
+struct kv_value {
+    bool there; /* typed, or the default */
+    bool typed;
+    double number;
+    const char *file; /* [file_length], inside the text that was parsed */
+    size_t file_length;
 };
 
-/* The policies and their keys, for --help. */
-#define KV_SPEC_HELP                                                                               \
-    "puzzle or raw, with :key=value,... after it;\n"                                               \
-    "puzzle takes page=32, rk=16, rv=14 (or ratio=R),\n"                                           \
-    "sink=1, window=1, factors=native, rope=post;\n"                                               \
-    "raw takes page=32"
-
 struct kv_spec {
-    enum kv_policy policy;
-    size_t page_tokens; /* a multiple of 8, 8 .. 256 */
-    /* KV_PUZZLE only, else 0. */
-    size_t sink_pages;
-    size_t window_pages;
-    double ratio;          /* stored / dense bytes asked for, (0, 1]; 0 once ranks are known */
-    size_t rank_k, rank_v; /* 0 while ratio stands for them */
+    const struct policy *policy;
+    struct kv_value values[KV_SPEC_KEYS]; /* in the order of policy->keys */
 };
 
 /* Parses name[:key=value[,key=value...]]; keys left out have their defaults, whatever the model.
  * Pure: checks what the text alone shows to be wrong. The error quotes the text and names the key.
- */
+ * The text outlives the spec. */
 bool kv_spec_parse(const char *text, struct kv_spec *spec, struct error *error);
 
-/* Turns a ratio into ranks, for config->head_dim, and sets the fields of `config` that the policy
- * decides: pages, factors and ranks. With P = page_tokens and d = head_dim,
- *     r_K + r_V = round(ratio 2 P d / (P + d)),  r_K = round((r_K + r_V) 16 / 30).
- * Fails if a rank is not in 1 .. min(P, d); then `config` is unchanged. */
-bool kv_spec_apply(struct kv_spec *spec, pkv_config *config, struct error *error);
+/* Fits the spec to a model, of which only the geometry is read; e.g. a ratio becomes ranks. Fails
+ * with a geometry that the policy cannot serve. */
+bool kv_spec_resolve(struct kv_spec *spec, const struct model *model, struct error *error);
 
-/* Bytes that are enough for every canonical text. */
-#define KV_SPEC_TEXT_BYTES 192
+/* The value of a key by its name; NULL if the policy has no such key, or it has no value. */
+const struct kv_value *kv_spec_find(const struct kv_spec *spec, const char *key);
 
-/* Writes every parameter in a fixed order, e.g.
+/* The whole number of a key that is there. */
+size_t kv_spec_count(const struct kv_spec *spec, size_t key);
+
+/* Bytes that are enough for every canonical text: file names are at most KV_SPEC_FILE_BYTES. */
+#define KV_SPEC_FILE_BYTES 4096
+#define KV_SPEC_TEXT_BYTES (KV_SPEC_FILE_BYTES + 512)
+
+/* Writes every parameter that has a value in a fixed order, e.g.
  * "puzzle:page=32,rk=16,rv=14,sink=1,window=1,factors=native,rope=post". Parsing that gives the
- * same spec. `spec` has been applied, so it has ranks. */
+ * same values. */
 void kv_spec_canonical(const struct kv_spec *spec, char text[KV_SPEC_TEXT_BYTES]);
+
+/* Prints the policies and their keys to standard output, for --help. */
+bool kv_spec_help(struct error *error);
 
 #endif

@@ -24,9 +24,9 @@ enum {
 };
 
 /* clang-format off */
-#define ROW_KV      {OPTION_KV, "kv", "SPEC", "policy of the cache:\n" KV_SPEC_HELP}
+#define ROW_KV      {OPTION_KV, "kv", "SPEC", "policy of the cache; see below"}
 #define ROW_KVS     {OPTION_KV, "kv", "SPEC", \
-                     "policy of the cache, repeatable (raw and puzzle):\n" KV_SPEC_HELP}
+                     "policy of the cache, repeatable (raw and puzzle);\nsee below"}
 #define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
 #define ROW_JSON    {OPTION_JSON, "json", NULL, "print one JSON document"}
 #define ROW_DTYPE_BF16 \
@@ -225,7 +225,8 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
 static bool print_help(const struct command *command, struct error *error)
 {
     if (command != NULL)
-        return options_help(&command->table, error);
+        return options_help(&command->table, error) &&
+               (command->run == eval_tokenize || kv_spec_help(error));
     printf("Usage: puzzlekv-eval COMMAND MODEL [OPTION]...\n"
            "Measures what a policy for the KV cache does to MODEL, a GGUF file or a Hugging Face\n"
            "folder. Commands: " COMMAND_NAMES ".\n");
@@ -234,7 +235,7 @@ static bool print_help(const struct command *command, struct error *error)
         if (!options_help(&commands[i].table, error))
             return false;
     }
-    return true;
+    return kv_spec_help(error);
 }
 
 /* ---- Shared by the commands -------------------------------------------------------------------
@@ -249,53 +250,33 @@ static bool go_on(void *opaque, size_t done, size_t layers)
 }
 
 bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,
-                           const pkv_cache *cache, struct transformer **transformer,
-                           struct error *error)
+                           struct transformer **transformer, struct error *error)
 {
-    const struct transformer_options options = {
-        .threads = arguments->threads, .isa = pkv_cache_isa(cache), .layer_done = go_on};
+    struct transformer_options options = {.threads = arguments->threads, .layer_done = go_on};
 
-    return transformer_open(model, &options, transformer, error);
+    return machine_isa(&options.isa, error) &&
+           transformer_open(model, &options, transformer, error);
 }
 
 bool eval_cache_open(const struct eval_arguments *arguments, const struct model *model,
                      const struct kv_spec *spec, size_t tokens, size_t step_tokens,
                      struct eval_cache *cache, struct error *error)
 {
-    char message[PKV_MESSAGE_BYTES];
-    pkv_config config;
+    const struct kv_store_options options = {.model = model,
+                                             .dtype = arguments->dtype,
+                                             .max_tokens = tokens,
+                                             .max_step_tokens = step_tokens,
+                                             .threads = arguments->threads};
 
     *cache = (struct eval_cache){.spec = *spec};
-    pkv_config_init(&config);
-    transformer_describe(model, &config);
-    if (!kv_spec_apply(&cache->spec, &config, error))
-        return false;
-    config.dtype = arguments->dtype;
-    config.max_tokens = tokens;
-    config.max_step_tokens = step_tokens;
-    config.threads = arguments->threads;
-    if (pkv_cache_open(&config, &cache->cache, message) != PKV_OK)
-        return error_set(error, "the cache: %s", message);
-    if (pkv_seq_open(cache->cache, &cache->seq) != PKV_OK) {
-        error_set(error, "the cache: %s", pkv_cache_message(cache->cache));
-        eval_cache_close(cache);
-        return false;
-    }
-    return true;
+    return kv_spec_resolve(&cache->spec, model, error) &&
+           kv_store_open(&cache->spec, &options, &cache->store, error);
 }
 
 void eval_cache_close(struct eval_cache *cache)
 {
-    pkv_cache_close(cache->cache);
-    *cache = (struct eval_cache){.cache = NULL};
-}
-
-bool eval_cache_stats(const struct eval_cache *cache, pkv_stats *stats, struct error *error)
-{
-    *stats = (pkv_stats){.struct_size = sizeof *stats};
-    if (pkv_cache_stats(cache->cache, stats) != PKV_OK)
-        return error_set(error, "the cache: %s", pkv_cache_message(cache->cache));
-    return true;
+    kv_store_close(cache->store);
+    *cache = (struct eval_cache){.store = NULL};
 }
 
 bool eval_print_document(const struct eval_arguments *arguments, json_t *members,

@@ -34,7 +34,7 @@ static const struct option_row rows[] = {
     {'f', "file", "FILE", "read the prompt from FILE; - is standard input"},
     {'i', "interactive", NULL, "chat on standard input; -p or -f is then the first\nmessage"},
     {'n', "predict", "N", "generate at most N tokens (256; with -i as many as\nthere is room for)"},
-    {OPTION_KV, "kv", "SPEC", "what holds the KV cache (puzzle):\n" KV_SPEC_HELP},
+    {OPTION_KV, "kv", "SPEC", "what holds the KV cache (puzzle); see below"},
     {OPTION_BACKEND, "backend", "NAME", "auto, cpu or cuda (auto)"},
     {'t', "threads", "N", "threads (one per core)"},
     {OPTION_DTYPE, "dtype", "TYPE", "storage type of the cache: bf16, f16 or f32 (bf16)"},
@@ -297,16 +297,16 @@ static bool open_generator(struct run *run, const struct token_list *prompt, str
         .sampling = a->sampling,
         .continues = run->raw,
         .answer = {.stops = a->stops, .stop_count = a->stop_count, .silent = a->json}};
-    pkv_config *config = &options.cache;
+    struct kv_store_options *cache = &options.cache;
 
-    pkv_config_init(config);
-    transformer_describe(run->model, config);
-    if (!choose_context(run, prompt->count, &config->max_tokens, error) ||
-        !kv_spec_apply(&run->spec, config, error))
+    cache->model = run->model;
+    cache->dtype = a->dtype;
+    cache->threads = a->threads;
+    if (!choose_context(run, prompt->count, &cache->max_tokens, error) ||
+        !kv_spec_resolve(&run->spec, run->model, error))
         return false;
-    config->dtype = a->dtype;
-    config->max_step_tokens = a->interactive ? config->max_tokens : prompt->count;
-    config->threads = a->threads;
+    cache->max_step_tokens = a->interactive ? cache->max_tokens : prompt->count;
+    options.spec = run->spec;
     return generator_open(&run->generator, &options, error);
 }
 
@@ -382,7 +382,8 @@ int main(int argc, char **argv)
         goto out;
     }
     if (arguments.help || arguments.version) {
-        done = arguments.help ? options_help(&table, &error) : options_version(RUN_PROGRAM, &error);
+        done = arguments.help ? options_help(&table, &error) && kv_spec_help(&error)
+                              : options_version(RUN_PROGRAM, &error);
         code = done ? EXIT_DONE : EXIT_FAILED;
     } else {
         interrupt_catch();

@@ -45,7 +45,7 @@ struct run_arguments {
 
 struct run {
     const struct run_arguments *arguments;
-    struct kv_spec spec; /* with the ranks for this model */
+    struct kv_spec spec; /* resolved for this model */
     struct model *model;
     struct tokenizer *tokenizer;
     struct chat *chat;

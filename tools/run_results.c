@@ -17,7 +17,8 @@ static const char *const finish_words[] = {"-",
                                            "interrupted"};
 
 struct results {
-    pkv_stats stats;
+    struct kv_stats stats;
+    const char *isa;
     double ttft, tpot, prefill_rate, decode_rate; /* NAN: there is none */
     double ratio;
 };
@@ -27,9 +28,8 @@ static bool read_results(const struct run *run, struct results *r, struct error 
     const struct generation *g = &run->generator.generation;
     size_t count = g->generated_tokens;
 
-    r->stats = (pkv_stats){.struct_size = sizeof r->stats};
-    if (pkv_cache_stats(run->generator.cache, &r->stats) != PKV_OK)
-        return error_set(error, "the cache: %s", pkv_cache_message(run->generator.cache));
+    if (!kv_store_stats(run->generator.store, &r->stats, error) || !machine_isa(&r->isa, error))
+        return false;
     r->ttft = count > 0 ? g->first - g->began : NAN;
     r->tpot = count > 1 ? (g->last - g->first) / (double)(count - 1) : NAN;
     r->prefill_rate = g->prefilled > 0 ? (double)g->prompt_tokens / (g->prefilled - g->began) : NAN;
@@ -46,11 +46,22 @@ static void print_measure(const char *name, double value, int digits, const char
         fprintf(stderr, "  %-20s -\n", name);
 }
 
+static void print_pages(const struct kv_stats *stats)
+{
+    const char *separator = "";
+
+    fprintf(stderr, "  %-20s ", "pages");
+    for (int state = PKV_PAGE_FILLING; state < PKV_PAGE_STATES; state++) {
+        fprintf(stderr, "%s%zu %s", separator, stats->pages[state], pkv_page_state_name(state));
+        separator = ", ";
+    }
+    fputc('\n', stderr);
+}
+
 bool run_print_stats(const struct run *run, struct error *error)
 {
     const struct generation *g = &run->generator.generation;
     char canonical[KV_SPEC_TEXT_BYTES];
-    const char *separator = "";
     struct results r;
 
     if (!read_results(run, &r, error))
@@ -64,25 +75,23 @@ bool run_print_stats(const struct run *run, struct error *error)
     print_measure("TPOT", 1000 * r.tpot, 2, " ms");
     print_measure("prefill", r.prefill_rate, 1, " tokens/s");
     print_measure("decode", r.decode_rate, 1, " tokens/s");
-    fprintf(stderr, "  %-20s %zu of %zu\n", "cached tokens", pkv_seq_tokens(run->generator.seq),
+    fprintf(stderr, "  %-20s %zu of %zu\n", "cached tokens", r.stats.tokens,
             run->generator.context);
     fprintf(stderr, "  %-20s %zu\n", "KV bytes raw", r.stats.raw_bytes);
     fprintf(stderr, "  %-20s %zu\n", "KV bytes stored", r.stats.payload_bytes);
     fprintf(stderr, "  %-20s %zu\n", "KV bytes reserved", r.stats.reserved_bytes);
     print_measure("ratio", r.ratio, 4, "");
     print_measure("factorize time", r.stats.factorize_seconds, 3, " s");
-    fprintf(stderr, "  %-20s ", "pages");
-    for (int state = PKV_PAGE_FILLING; state < PKV_PAGE_STATES; state++) {
-        fprintf(stderr, "%s%zu %s", separator, r.stats.pages[state], pkv_page_state_name(state));
-        separator = ", ";
-    }
-    fputc('\n', stderr);
+    if (r.stats.has_pages)
+        print_pages(&r.stats);
     return true;
 }
 
-static json_t *rank_or_null(const struct run *run, size_t rank)
+static json_t *value_or_null(const struct run *run, const char *key)
 {
-    return run->spec.policy == KV_PUZZLE ? json_integer((json_int_t)rank) : json_null();
+    const struct kv_value *value = kv_spec_find(&run->spec, key);
+
+    return value != NULL ? json_integer((json_int_t)value->number) : json_null();
 }
 
 bool run_print_document(const struct run *run, struct error *error)
@@ -108,14 +117,13 @@ bool run_print_document(const struct run *run, struct error *error)
     }
     return json_print(
         json_pack(
-            "{s:o, s:s, s:s, s:i, s:s, s:s, s:I, s:o, s:o, s:I, s:I, s:o, s:o, s:s, s:o, s:o, s:o, "
+            "{s:o, s:s, s:s, s:i, s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:o, s:o, s:s, s:o, s:o, s:o, "
             "s:o, s:I, s:I, s:o, s:I, s:I, s:o, s:I}",
-            "model", json_bytes(a->model, strlen(a->model)), "backend", "cpu", "isa",
-            pkv_cache_isa(generator->cache), "threads", (int)a->threads, "kv", a->kv,
-            "kv_canonical", canonical, "page_tokens", (json_int_t)run->spec.page_tokens, "rank_k",
-            rank_or_null(run, run->spec.rank_k), "rank_v", rank_or_null(run, run->spec.rank_v),
-            "prompt_tokens", (json_int_t)g->prompt_tokens, "generated_tokens",
-            (json_int_t)g->generated_tokens, "text",
+            "model", json_bytes(a->model, strlen(a->model)), "backend", "cpu", "isa", r.isa,
+            "threads", (int)a->threads, "kv", a->kv, "kv_canonical", canonical, "page_tokens",
+            value_or_null(run, "page"), "rank_k", value_or_null(run, "rk"), "rank_v",
+            value_or_null(run, "rv"), "prompt_tokens", (json_int_t)g->prompt_tokens,
+            "generated_tokens", (json_int_t)g->generated_tokens, "text",
             json_bytes(generator->answer.text, generator->answer.size), "token_ids", ids,
             "finish_reason", finish_names[g->finish], "ttft_s", json_finite(r.ttft), "tpot_s",
             json_finite(r.tpot), "prefill_tokens_per_s", json_finite(r.prefill_rate),

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "kv_spec.h"
+#include "options.h"
 #include "runner/chat.h"
 #include "runner/detokenizer.h"
 #include "runner/model.h"
@@ -153,32 +154,27 @@ static void run_model(const struct model *model)
     struct transformer_options options = {.threads = 1};
     struct transformer *transformer = NULL;
     int32_t tokens[TOKENS];
+    const struct kv_store_options cache = {
+        .model = model, .dtype = PKV_BF16, .max_tokens = 2 * TOKENS, .threads = 1};
+    struct kv_store *store = NULL;
     struct kv_spec spec;
     struct error error;
-    pkv_config config;
-    pkv_cache *cache = NULL;
-    pkv_seq *seq;
     float *logits;
 
-    pkv_config_init(&config);
-    transformer_describe(model, &config);
-    config.max_tokens = 2 * TOKENS;
-    config.threads = 1;
     fuzz_require(kv_spec_parse("puzzle:page=8,rk=2,rv=3,sink=0,window=0", &spec, &error));
-    fuzz_require(kv_spec_apply(&spec, &config, &error));
-    if (pkv_cache_open(&config, &cache, NULL) != PKV_OK)
+    fuzz_require(kv_spec_resolve(&spec, model, &error));
+    if (!kv_store_open(&spec, &cache, &store, &error))
         return;
-    fuzz_require(pkv_seq_open(cache, &seq) == PKV_OK);
-    options.isa = pkv_cache_isa(cache);
+    fuzz_require(machine_isa(&options.isa, &error));
     logits = malloc(model->vocabulary * sizeof *logits);
     fuzz_require(logits != NULL);
     for (size_t i = 0; i < TOKENS; i++)
         tokens[i] = (int32_t)((model->vocabulary - 1) * i / (TOKENS - 1));
     if (transformer_open(model, &options, &transformer, &error) &&
-        transformer_step(transformer, cache, seq, tokens, TOKENS, logits, &error))
-        (void)transformer_step(transformer, cache, seq, tokens, 1, logits, &error);
+        transformer_step(transformer, store, tokens, TOKENS, logits, &error))
+        (void)transformer_step(transformer, store, tokens, 1, logits, &error);
     free(logits);
-    pkv_cache_close(cache);
+    kv_store_close(store);
     transformer_close(transformer);
 }
 

@@ -2,7 +2,6 @@
 /* --kv SPEC: what is accepted must survive its canonical spelling. */
 #include "fuzz.h"
 
-#include <puzzlekv.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,24 +13,22 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
     return 0;
 }
 
-static void apply(const struct kv_spec *parsed, size_t head_dim)
+static void resolve(const struct kv_spec *parsed, size_t head_dim)
 {
+    const struct model model = {
+        .layer_count = 2, .hidden = 64, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim};
     char canonical[KV_SPEC_TEXT_BYTES], again[KV_SPEC_TEXT_BYTES];
     struct kv_spec spec = *parsed, reparsed;
     struct error error;
-    pkv_config config;
 
-    pkv_config_init(&config);
-    config.layers = config.query_heads = config.kv_heads = 1;
-    config.head_dim = head_dim;
-    if (!kv_spec_apply(&spec, &config, &error)) {
+    if (!kv_spec_resolve(&spec, &model, &error)) {
         fuzz_check_error(&error, "--kv ");
         return;
     }
     kv_spec_canonical(&spec, canonical);
     fuzz_require(strlen(canonical) < KV_SPEC_TEXT_BYTES - 1);
     fuzz_require(kv_spec_parse(canonical, &reparsed, &error));
-    fuzz_require(kv_spec_apply(&reparsed, &config, &error));
+    fuzz_require(kv_spec_resolve(&reparsed, &model, &error));
     kv_spec_canonical(&reparsed, again);
     fuzz_require(strcmp(canonical, again) == 0);
 }
@@ -50,7 +47,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         fuzz_check_error(&error, "--kv ");
     else
         for (size_t i = 0; i < sizeof head_dims / sizeof head_dims[0]; i++)
-            apply(&spec, head_dims[i]);
+            resolve(&spec, head_dims[i]);
     free(text);
     return 0;
 }

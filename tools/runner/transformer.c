@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The forward pass of a decoder-only transformer whose KV cache is a pkv_cache. */
+/* The forward pass of a decoder-only transformer whose KV cache a policy holds. */
 #include "transformer.h"
 
 #include <math.h>
@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "products.h"
+#include "rope.h"
 
 #define BLOCK PRODUCTS_BLOCK_ROWS
 
@@ -17,11 +18,14 @@ struct transformer {
 
     /* For every token of a step. */
     size_t capacity;
-    float *x;      /* the residual stream [capacity, hidden] */
-    float *q;      /* [capacity, query_heads, head_dim] */
-    float *k, *v;  /* [capacity, kv_heads, head_dim] */
-    float *out;    /* of attention, as q */
-    float *cosine; /* of RoPE [capacity, head_dim / 2] */
+    bool has_plain_k, has_hidden; /* the last two below are there */
+    float *x;                     /* the residual stream [capacity, hidden] */
+    float *q;                     /* [capacity, query_heads, head_dim] */
+    float *k, *v;                 /* [capacity, kv_heads, head_dim] */
+    float *plain_k;               /* k before RoPE, if a store reads it */
+    float *hidden;                /* all rows of normed, if a store reads them */
+    float *out;                   /* of attention, as q */
+    float *cosine;                /* of RoPE [capacity, head_dim / 2] */
     float *sine;
 
     /* For one block of tokens. */
@@ -42,19 +46,25 @@ static bool allocate(float **pointer, size_t rows, size_t columns)
     return *pointer != NULL;
 }
 
-static bool reserve(struct transformer *t, size_t tokens, struct error *error)
+static bool reserve(struct transformer *t, size_t tokens, bool plain_k, bool hidden,
+                    struct error *error)
 {
     const struct model *m = t->model;
     size_t kv = m->kv_heads * m->head_dim;
     size_t query = m->query_heads * m->head_dim;
 
-    if (tokens <= t->capacity)
+    if (tokens <= t->capacity && plain_k <= t->has_plain_k && hidden <= t->has_hidden)
         return true;
+    tokens = tokens > t->capacity ? tokens : t->capacity;
     t->capacity = 0;
+    t->has_plain_k = t->has_plain_k || plain_k;
+    t->has_hidden = t->has_hidden || hidden;
     if (!allocate(&t->x, tokens, m->hidden) || !allocate(&t->q, tokens, query) ||
         !allocate(&t->k, tokens, kv) || !allocate(&t->v, tokens, kv) ||
         !allocate(&t->out, tokens, query) || !allocate(&t->cosine, tokens, m->head_dim / 2) ||
-        !allocate(&t->sine, tokens, m->head_dim / 2))
+        !allocate(&t->sine, tokens, m->head_dim / 2) ||
+        (t->has_plain_k && !allocate(&t->plain_k, tokens, kv)) ||
+        (t->has_hidden && !allocate(&t->hidden, tokens, m->hidden)))
         return error_set(error, "out of memory for a step of %zu tokens", tokens);
     t->capacity = tokens;
     return true;
@@ -94,6 +104,8 @@ void transformer_close(struct transformer *transformer)
     free(transformer->q);
     free(transformer->k);
     free(transformer->v);
+    free(transformer->plain_k);
+    free(transformer->hidden);
     free(transformer->out);
     free(transformer->cosine);
     free(transformer->sine);
@@ -101,14 +113,6 @@ void transformer_close(struct transformer *transformer)
     free(transformer->gate);
     free(transformer->up);
     free(transformer);
-}
-
-void transformer_describe(const struct model *model, pkv_config *config)
-{
-    config->layers = model->layer_count;
-    config->query_heads = model->query_heads;
-    config->kv_heads = model->kv_heads;
-    config->head_dim = model->head_dim;
 }
 
 /* The end of the block of rows that begins at row `first` of a step whose row 0 is token
@@ -141,19 +145,6 @@ static void rms_norm(const float *x, const float *weight, size_t n, float epsilo
         out[i] = x[i] * scale * weight[i];
 }
 
-static void rotate(float *head, const float *cosine, const float *sine, size_t pairs,
-                   bool interleaved)
-{
-    for (size_t i = 0; i < pairs; i++) {
-        float *a = interleaved ? &head[2 * i] : &head[i];
-        float *b = interleaved ? &head[2 * i + 1] : &head[i + pairs];
-        float u = *a, w = *b;
-
-        *a = u * cosine[i] - w * sine[i];
-        *b = w * cosine[i] + u * sine[i];
-    }
-}
-
 static void embed(struct transformer *t, const int32_t *tokens, size_t count, size_t position)
 {
     const struct model *m = t->model;
@@ -164,12 +155,7 @@ static void embed(struct transformer *t, const int32_t *tokens, size_t count, si
     for (size_t row = 0; row < count; row++) {
         quant_info(w->type)->dequantise((const char *)w->data + (size_t)tokens[row] * w->row_bytes,
                                         m->hidden, t->x + row * m->hidden);
-        for (size_t i = 0; i < pairs; i++) {
-            double angle = (double)(position + row) * m->rope_inverse_frequencies[i];
-
-            t->cosine[row * pairs + i] = (float)cos(angle) * m->rope_magnitude;
-            t->sine[row * pairs + i] = (float)sin(angle) * m->rope_magnitude;
-        }
+        rope_angles(m, position + row, t->cosine + row * pairs, t->sine + row * pairs);
     }
 }
 
@@ -191,7 +177,7 @@ static void add_bias(float *x, const float *bias, size_t n)
 
 /* Biases and QK-norm where the model has them, then RoPE. */
 static void finish_heads(struct transformer *t, size_t first, size_t rows,
-                         const struct model_layer *layer)
+                         const struct model_layer *layer, bool plain_k)
 {
     const struct model *m = t->model;
     size_t d = m->head_dim, pairs = d / 2;
@@ -210,21 +196,27 @@ static void finish_heads(struct transformer *t, size_t first, size_t rows,
 
             if (norm != NULL)
                 rms_norm(head, norm, d, m->rms_epsilon, head);
-            rotate(head, t->cosine + row * pairs, t->sine + row * pairs, pairs,
-                   m->rope_interleaved);
+            if (plain_k && !is_query)
+                memcpy(t->plain_k + (head - t->k), head, d * sizeof *head);
+            rope_rotate(m, head, t->cosine + row * pairs, t->sine + row * pairs);
         }
     }
 }
 
-static bool project_heads(struct transformer *t, const struct model_layer *layer, size_t position,
-                          size_t count, struct error *error)
+/* Fills the buffers that `io` names. */
+static bool project_heads(struct transformer *t, const struct model_layer *layer,
+                          const struct kv_layer *io, struct error *error)
 {
     const struct model *m = t->model;
+    size_t position = io->position, count = io->count;
     size_t query = m->query_heads * m->head_dim, kv = m->kv_heads * m->head_dim;
 
     for (size_t first = 0, end; first < count; first = end) {
         end = block_end(position, first, count);
         norm_rows(t, first, end - first, layer->attention_norm);
+        if (io->hidden != NULL)
+            memcpy(t->hidden + first * m->hidden, t->normed,
+                   (end - first) * m->hidden * sizeof *t->normed);
         struct product list[] = {
             {&layer->q, t->q + first * query, query, false},
             {&layer->k, t->k + first * kv, kv, false},
@@ -232,7 +224,7 @@ static bool project_heads(struct transformer *t, const struct model_layer *layer
         };
         if (!products_multiply(t->products, t->normed, m->hidden, end - first, list, 3, error))
             return false;
-        finish_heads(t, first, end - first, layer);
+        finish_heads(t, first, end - first, layer, io->plain_k != NULL);
     }
     return true;
 }
@@ -269,59 +261,76 @@ static bool feed_forward(struct transformer *t, const struct model_layer *layer,
     return true;
 }
 
-static bool cache_failed(pkv_cache *cache, pkv_status status, struct error *error)
+/* One layer's attention: the first store's output, if it is wanted, and every store's K and V. */
+static bool store_layer(struct kv_store *const *stores, size_t store_count,
+                        const struct kv_layer *io, struct error *error)
 {
-    return error_set(error, "KV cache: %s: %s", pkv_strerror(status), pkv_cache_message(cache));
+    struct kv_layer others = *io;
+
+    others.out = NULL;
+    for (size_t i = 0; i < store_count; i++) {
+        if (!kv_store_layer(stores[i], i == 0 ? io : &others, error))
+            return false;
+    }
+    return true;
 }
 
-bool transformer_step(struct transformer *t, pkv_cache *cache, pkv_seq *seq, const int32_t *tokens,
-                      size_t count, float *logits, struct error *error)
+static bool run_layers(struct transformer *t, struct kv_store *const *stores, size_t store_count,
+                       struct kv_layer *io, struct error *error)
 {
     const struct model *m = t->model;
-    size_t position = pkv_seq_tokens(seq);
-    const pkv_step_item item = {seq, count};
-    pkv_step_io io = {.struct_size = sizeof io};
-    pkv_step *step = NULL;
-    pkv_status status;
-    bool done = false;
+
+    for (size_t l = 0; l < m->layer_count; l++) {
+        const struct model_layer *layer = &m->layers[l];
+
+        io->layer = l;
+        if (!project_heads(t, layer, io, error) || !store_layer(stores, store_count, io, error))
+            return false;
+        /* Behind the last layer's attention only the last row matters. */
+        size_t first = l + 1 < m->layer_count ? 0 : io->count - 1;
+
+        if (!feed_forward(t, layer, io->position, first, io->count, error))
+            return false;
+        if (t->options.layer_done != NULL &&
+            !t->options.layer_done(t->options.opaque, l + 1, m->layer_count))
+            return error_set(error, "interrupted");
+    }
+    return true;
+}
+
+bool transformer_step_shared(struct transformer *t, struct kv_store *const *stores,
+                             size_t store_count, const int32_t *tokens, size_t count, float *logits,
+                             struct error *error)
+{
+    const struct model *m = t->model;
+    struct kv_layer io = {.position = kv_store_tokens(stores[0]), .count = count};
+    bool plain_k = false, hidden = false, done = false;
 
     for (size_t i = 0; i < count; i++) {
         if (tokens[i] < 0 || (size_t)tokens[i] >= m->vocabulary)
             return error_set(error, "token %zu: id %ld is not in the vocabulary of %zu", i,
                              (long)tokens[i], m->vocabulary);
     }
-    if (!reserve(t, count, error))
-        return false;
-    status = pkv_step_begin(cache, &item, 1, &step);
-    if (status != PKV_OK)
-        return cache_failed(cache, status, error);
-
-    io.q = (pkv_input){t->q, PKV_F32, 0, 0};
-    io.k = (pkv_input){t->k, PKV_F32, 0, 0};
-    io.v = (pkv_input){t->v, PKV_F32, 0, 0};
-    io.out = (pkv_output){t->out, PKV_F32, 0, 0};
-    embed(t, tokens, count, position);
-    for (size_t l = 0; l < m->layer_count; l++) {
-        const struct model_layer *layer = &m->layers[l];
-
-        if (!project_heads(t, layer, position, count, error))
-            goto out;
-        status = pkv_step_layer(step, l, &io);
-        if (status != PKV_OK) {
-            cache_failed(cache, status, error);
-            goto out;
-        }
-        /* Behind the last layer's attention only the last row matters. */
-        size_t first = l + 1 < m->layer_count ? 0 : count - 1;
-
-        if (!feed_forward(t, layer, position, first, count, error))
-            goto out;
-        if (t->options.layer_done != NULL &&
-            !t->options.layer_done(t->options.opaque, l + 1, m->layer_count)) {
-            error_set(error, "interrupted");
-            goto out;
-        }
+    for (size_t i = 0; i < store_count; i++) {
+        plain_k = plain_k || stores[i]->policy->reads_plain_k;
+        hidden = hidden || stores[i]->policy->reads_hidden;
     }
+    if (!reserve(t, count, plain_k, hidden, error))
+        return false;
+    for (size_t i = 0; i < store_count; i++) {
+        if (!kv_store_begin(stores[i], count, error))
+            goto out;
+    }
+
+    io.q = t->q;
+    io.k = t->k;
+    io.v = t->v;
+    io.plain_k = plain_k ? t->plain_k : NULL;
+    io.hidden = hidden ? t->hidden : NULL;
+    io.out = t->out;
+    embed(t, tokens, count, io.position);
+    if (!run_layers(t, stores, store_count, &io, error))
+        goto out;
     if (logits != NULL) {
         struct product output = {&m->output, logits, m->vocabulary, false};
 
@@ -329,14 +338,17 @@ bool transformer_step(struct transformer *t, pkv_cache *cache, pkv_seq *seq, con
         if (!products_multiply(t->products, t->normed, m->hidden, 1, &output, 1, error))
             goto out;
     }
-    status = pkv_step_end(step);
-    if (status != PKV_OK) {
-        cache_failed(cache, status, error);
-        goto out;
-    }
-    step = NULL;
     done = true;
+    for (size_t i = 0; i < store_count && done; i++)
+        done = kv_store_end(stores[i], error);
 out:
-    pkv_step_abort(step);
+    for (size_t i = 0; i < store_count; i++)
+        kv_store_abort(stores[i]);
     return done;
+}
+
+bool transformer_step(struct transformer *t, struct kv_store *store, const int32_t *tokens,
+                      size_t count, float *logits, struct error *error)
+{
+    return transformer_step_shared(t, &store, 1, tokens, count, logits, error);
 }

@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: MIT */
-/* The forward pass of a decoder-only transformer whose KV cache is a pkv_cache. */
+/* The forward pass of a decoder-only transformer whose KV cache a policy holds. */
 #ifndef PUZZLEKV_TOOLS_RUNNER_TRANSFORMER_H
 #define PUZZLEKV_TOOLS_RUNNER_TRANSFORMER_H
-
-#include <puzzlekv.h>
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "../error.h"
+#include "../policies/policy.h"
 #include "model.h"
 
 struct transformer_options {
     unsigned threads; /* >= 1 */
-    const char *isa;  /* of the matrix products: what pkv_cache_isa() says */
+    const char *isa;  /* of the matrix products: what machine_isa() says */
     /* NULL, or called after each layer of a step with the number of layers done; when it returns
      * false the step is aborted and transformer_step fails with the text "interrupted". */
     bool (*layer_done)(void *opaque, size_t done, size_t layers);
@@ -31,16 +30,23 @@ bool transformer_open(const struct model *model, const struct transformer_option
 /* Accepts NULL. */
 void transformer_close(struct transformer *transformer);
 
-/* Sets the fields of `config` that the model decides: layers, heads, head_dim. */
-void transformer_describe(const struct model *model, pkv_config *config);
+/*
+ * Feeds `count` (>= 1) tokens to the store as one step, and computes the logits [vocabulary] that
+ * follow the last of them; `logits` may be NULL. Positions continue from kv_store_tokens(). A
+ * failure leaves the store as it was.
+ */
+bool transformer_step(struct transformer *transformer, struct kv_store *store,
+                      const int32_t *tokens, size_t count, float *logits, struct error *error);
 
 /*
- * Feeds `count` (>= 1) tokens to the sequence `seq` of `cache`, which was opened with what
- * transformer_describe() set, as one step, and computes the logits [vocabulary] that follow the
- * last of them; `logits` may be NULL. Positions continue from pkv_seq_tokens(). A failure leaves
- * the sequence as it was.
+ * The same for several stores (>= 1) with one forward pass: stores[0] attends, the others take its
+ * keys, values and queries. They hold equally many tokens; with more than one store that is none,
+ * and no policy has its `own_prefill`. So after the first step, which is attended exactly, each
+ * holds what it would hold had it been fed alone. A failure leaves the stores as they were, but
+ * for one at the very end, in a store's own kv_store_end(): then they are fit to be closed only.
  */
-bool transformer_step(struct transformer *transformer, pkv_cache *cache, pkv_seq *seq,
-                      const int32_t *tokens, size_t count, float *logits, struct error *error);
+bool transformer_step_shared(struct transformer *transformer, struct kv_store *const *stores,
+                             size_t store_count, const int32_t *tokens, size_t count, float *logits,
+                             struct error *error);
 
 #endif

@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: MIT */
+/* K and V of every token in f32, what most policies attend: exact, or as they would be read back.
+ */
+#include "dense_rows.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "dense_attention.h"
+#include "rounding.h"
+
+bool dense_rows_open(struct dense_rows *rows, const struct kv_store_options *options,
+                     struct error *error)
+{
+    const struct model *m = options->model;
+    size_t count;
+
+    *rows = (struct dense_rows){.model = m,
+                                .dtype = options->dtype,
+                                .threads = options->threads,
+                                .capacity = options->max_tokens};
+    if (__builtin_mul_overflow(m->layer_count * m->kv_heads * m->head_dim, rows->capacity,
+                               &count) ||
+        __builtin_mul_overflow(count, 2 * sizeof *rows->k, &rows->bytes))
+        return error_set(error, "the cache: %zu tokens are too many", rows->capacity);
+    rows->k = malloc(rows->bytes / 2);
+    rows->v = malloc(rows->bytes / 2);
+    if (rows->k == NULL || rows->v == NULL) {
+        dense_rows_close(rows);
+        return error_set(error, "the cache: out of memory; --ctx sets for how many tokens");
+    }
+    return true;
+}
+
+void dense_rows_close(struct dense_rows *rows)
+{
+    free(rows->k);
+    free(rows->v);
+    rows->k = rows->v = NULL;
+}
+
+static size_t first_element(const struct dense_rows *rows, size_t layer, size_t kv_head)
+{
+    return (layer * rows->model->kv_heads + kv_head) * rows->capacity * rows->model->head_dim;
+}
+
+float *dense_rows_k(const struct dense_rows *rows, size_t layer, size_t kv_head)
+{
+    return rows->k + first_element(rows, layer, kv_head);
+}
+
+float *dense_rows_v(const struct dense_rows *rows, size_t layer, size_t kv_head)
+{
+    return rows->v + first_element(rows, layer, kv_head);
+}
+
+/* Rounds one head of one token. */
+static bool write_head(const struct dense_rows *rows, const float *from, float *to)
+{
+    bool finite = true;
+
+    rounding_row(rows->dtype, from, to, rows->model->head_dim);
+    for (size_t i = 0; i < rows->model->head_dim; i++)
+        finite = finite && isfinite(to[i]);
+    return finite;
+}
+
+bool dense_rows_append(struct dense_rows *rows, const struct kv_layer *io, size_t at,
+                       struct error *error)
+{
+    size_t heads = rows->model->kv_heads, d = rows->model->head_dim;
+
+    for (size_t i = 0; i < io->count; i++) {
+        for (size_t h = 0; h < heads; h++) {
+            bool k = write_head(rows, io->k + (i * heads + h) * d,
+                                dense_rows_k(rows, io->layer, h) + (at + i) * d);
+            bool v = write_head(rows, io->v + (i * heads + h) * d,
+                                dense_rows_v(rows, io->layer, h) + (at + i) * d);
+
+            if (!k || !v)
+                return error_set(error,
+                                 "KV cache: layer %zu, KV head %zu, token %zu: %s is not finite in "
+                                 "the storage type",
+                                 io->layer, h, io->position + i, k ? "V" : "K");
+        }
+    }
+    return true;
+}
+
+bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t cached,
+                       struct error *error)
+{
+    size_t heads = rows->model->kv_heads;
+    struct dense_attention attention = {.model = rows->model,
+                                        .threads = rows->threads,
+                                        .count = io->count,
+                                        .q = io->q,
+                                        .out = io->out};
+    const float **k, **v;
+    size_t *counts;
+    bool done;
+
+    if (io->out == NULL)
+        return true;
+    k = calloc(heads, sizeof *k);
+    v = calloc(heads, sizeof *v);
+    counts = calloc(heads, sizeof *counts);
+    done = k != NULL && v != NULL && counts != NULL;
+    if (!done)
+        error_set(error, "out of memory for attention");
+    for (size_t h = 0; h < heads && done; h++) {
+        k[h] = dense_rows_k(rows, io->layer, h);
+        v[h] = dense_rows_v(rows, io->layer, h);
+        counts[h] = cached + io->count;
+    }
+    attention.k = k;
+    attention.v = v;
+    attention.rows = counts;
+    done = done && dense_attention(&attention, error);
+    free(counts);
+    free(v);
+    free(k);
+    return done;
+}

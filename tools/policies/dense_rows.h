@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: MIT */
+/* K and V of every token in f32, what most policies attend: exact, or as they would be read back.
+ */
+#ifndef PUZZLEKV_TOOLS_POLICIES_DENSE_ROWS_H
+#define PUZZLEKV_TOOLS_POLICIES_DENSE_ROWS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "policy.h"
+
+struct dense_rows {
+    const struct model *model;
+    pkv_dtype dtype;
+    unsigned threads;
+    size_t capacity; /* rows of each head */
+    size_t bytes;    /* allocated */
+    float *k, *v;    /* [layers, kv_heads, capacity, head_dim] */
+};
+
+/* For options->max_tokens tokens; memory is taken as they are written. */
+bool dense_rows_open(struct dense_rows *rows, const struct kv_store_options *options,
+                     struct error *error);
+
+/* Accepts one that is all zero. */
+void dense_rows_close(struct dense_rows *rows);
+
+/* Row 0 of a head. */
+float *dense_rows_k(const struct dense_rows *rows, size_t layer, size_t kv_head);
+float *dense_rows_v(const struct dense_rows *rows, size_t layer, size_t kv_head);
+
+/* Writes the layer's k and v, rounded to the storage type, from row `at` on, where there is room.
+ * Fails if one of them is not finite or overflows the type. */
+bool dense_rows_append(struct dense_rows *rows, const struct kv_layer *io, size_t at,
+                       struct error *error);
+
+/* Attends the first `cached` rows and the new ones right behind them, which have been appended, if
+ * the layer's out is wanted. */
+bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t cached,
+                       struct error *error);
+
+#endif

@@ -1,0 +1,274 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The policies of libpuzzlekv: puzzle, with old pages as factors, and raw, with none. puzzlekv.h
+ * has the method, its equations and its bytes.
+ */
+#include "pages.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* No model has more pages than this in its context; it keeps sums of pages far from overflow. */
+#define MAX_PAGES 1000000
+
+enum { PAGE, RK, RV, RATIO, SINK, WINDOW, FACTORS, ROPE };
+
+static const struct policy_key puzzle_keys[] = {
+    [PAGE] = {.name = "page", .preset = "32", .least = 8, .most = 256, .multiple = 8},
+    [RK] = {.name = "rk", .preset = "16", .least = 1, .most = 256},
+    [RV] = {.name = "rv", .preset = "14", .least = 1, .most = 256},
+    [RATIO] = {.name = "ratio", .kind = POLICY_REAL, .most = 1, .positive = true},
+    [SINK] = {.name = "sink", .preset = "1", .most = MAX_PAGES},
+    [WINDOW] = {.name = "window", .preset = "1", .most = MAX_PAGES},
+    [FACTORS] = {.name = "factors", .kind = POLICY_CHOICE, .preset = "native", .choices = "native"},
+    [ROPE] = {.name = "rope", .kind = POLICY_CHOICE, .preset = "post", .choices = "post"},
+};
+
+static const struct policy_key raw_keys[] = {
+    [PAGE] = {.name = "page", .preset = "32", .least = 8, .most = 256, .multiple = 8},
+};
+
+static bool check_puzzle(const struct kv_spec *spec, const char *text, struct error *error)
+{
+    const struct kv_value *v = spec->values;
+
+    if (v[RATIO].there && (v[RK].typed || v[RV].typed))
+        return error_set(error, "--kv %.80s: ratio stands for rk and rv; give one or the other",
+                         text);
+    if (!v[RATIO].there && (v[RK].number > v[PAGE].number || v[RV].number > v[PAGE].number))
+        return error_set(error, "--kv %.80s: rk=%g, rv=%g: a rank is at most the page's %g tokens",
+                         text, v[RK].number, v[RV].number, v[PAGE].number);
+    return true;
+}
+
+/* With P = page and d = head_dim,
+ *     r_K + r_V = round(ratio 2 P d / (P + d)),  r_K = round((r_K + r_V) 16 / 30). */
+static bool resolve_puzzle(struct kv_spec *spec, const struct model *model, struct error *error)
+{
+    struct kv_value *v = spec->values;
+    const double page = v[PAGE].number, dim = (double)model->head_dim, most = fmin(page, dim);
+    double rank_k = v[RK].number, rank_v = v[RV].number;
+
+    if (v[RATIO].there) {
+        double total = round(v[RATIO].number * 2 * page * dim / (page + dim));
+
+        rank_k = round(total * 16 / 30);
+        rank_v = total - rank_k;
+    }
+    if (rank_k < 1 || rank_v < 1 || rank_k > most || rank_v > most) {
+        if (v[RATIO].there)
+            return error_set(error,
+                             "--kv puzzle: ratio=%g means ranks (%g, %g); they must be 1 to %g "
+                             "with %g tokens a page and head dimension %g",
+                             v[RATIO].number, rank_k, rank_v, most, page, dim);
+        return error_set(error,
+                         "--kv puzzle: ranks (%g, %g) must be 1 to %g, the smaller of %g tokens a "
+                         "page and head dimension %g",
+                         rank_k, rank_v, most, page, dim);
+    }
+    v[RATIO].there = false;
+    v[RK].number = rank_k;
+    v[RV].number = rank_v;
+    return true;
+}
+
+void pages_configure(const struct kv_spec *spec, const struct model *model, pkv_config *config)
+{
+    pkv_config_init(config);
+    config->layers = model->layer_count;
+    config->query_heads = model->query_heads;
+    config->kv_heads = model->kv_heads;
+    config->head_dim = model->head_dim;
+    config->page_tokens = kv_spec_count(spec, PAGE);
+    if (spec->policy == &policy_raw) {
+        config->factors_k = config->factors_v = PKV_FACTORS_NONE;
+        return;
+    }
+    config->sink_pages = kv_spec_count(spec, SINK);
+    config->window_pages = kv_spec_count(spec, WINDOW);
+    config->rank_k = kv_spec_count(spec, RK);
+    config->rank_v = kv_spec_count(spec, RV);
+}
+
+static bool count_bytes(const struct kv_spec *spec, const struct policy_size *size, size_t *bytes,
+                        struct error *error)
+{
+    pkv_footprint footprint = {.struct_size = sizeof footprint};
+    char message[PKV_MESSAGE_BYTES];
+    pkv_config config;
+
+    pages_configure(spec, size->model, &config);
+    config.dtype = size->dtype;
+    config.max_tokens = size->tokens;
+    if (pkv_footprint_of(&config, size->tokens, &footprint, message) != PKV_OK)
+        return error_set(error, "the cache: %s", message);
+    *bytes = footprint.payload_bytes;
+    return true;
+}
+
+/* ---- The store ------------------------------------------------------------------------------- */
+
+struct pages {
+    struct kv_store store;
+    size_t page_tokens;
+    pkv_cache *cache;
+    pkv_seq *seq;
+    pkv_step *step;
+};
+
+static struct pages *from_store(struct kv_store *store)
+{
+    return (struct pages *)store;
+}
+
+pkv_cache *pages_cache(struct kv_store *store)
+{
+    return from_store(store)->cache;
+}
+
+pkv_seq *pages_sequence(struct kv_store *store)
+{
+    return from_store(store)->seq;
+}
+
+static bool check(const struct pages *pages, pkv_status status, struct error *error)
+{
+    return status == PKV_OK || error_set(error, "KV cache: %s: %s", pkv_strerror(status),
+                                         pkv_cache_message(pages->cache));
+}
+
+static void close_pages(struct kv_store *store)
+{
+    pkv_cache_close(from_store(store)->cache);
+    free(store);
+}
+
+static bool begin(struct kv_store *store, size_t count, struct error *error)
+{
+    struct pages *pages = from_store(store);
+    const pkv_step_item item = {pages->seq, count};
+
+    return check(pages, pkv_step_begin(pages->cache, &item, 1, &pages->step), error);
+}
+
+static bool layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
+{
+    struct pages *pages = from_store(store);
+    const pkv_step_io step = {.struct_size = sizeof step,
+                              .q = {io->q, PKV_F32, 0, 0},
+                              .k = {io->k, PKV_F32, 0, 0},
+                              .v = {io->v, PKV_F32, 0, 0},
+                              .out = {io->out, PKV_F32, 0, 0}};
+
+    return check(pages, pkv_step_layer(pages->step, io->layer, &step), error);
+}
+
+static bool end(struct kv_store *store, struct error *error)
+{
+    struct pages *pages = from_store(store);
+
+    if (!check(pages, pkv_step_end(pages->step), error))
+        return false;
+    pages->step = NULL;
+    return true;
+}
+
+static void abort_step(struct kv_store *store)
+{
+    struct pages *pages = from_store(store);
+
+    pkv_step_abort(pages->step);
+    pages->step = NULL;
+}
+
+/* To keep a factorized page in part would change it. */
+static bool rewind_to(struct kv_store *store, size_t *tokens, struct error *error)
+{
+    struct pages *pages = from_store(store);
+    pkv_page_info page = {.struct_size = sizeof page};
+
+    if (!check(pages, pkv_seq_page(pages->seq, *tokens / pages->page_tokens, &page), error))
+        return false;
+    if (page.state == PKV_PAGE_FACTORIZED)
+        *tokens = page.first_token;
+    return check(pages, pkv_seq_truncate(pages->seq, *tokens), error);
+}
+
+static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct error *error)
+{
+    struct pages *pages = from_store(store);
+    pkv_stats from = {.struct_size = sizeof from};
+
+    if (!check(pages, pkv_cache_stats(pages->cache, &from), error))
+        return false;
+    stats->payload_bytes = from.payload_bytes;
+    stats->reserved_bytes = from.reserved_bytes;
+    stats->transient_peak_bytes = from.transient_peak_bytes;
+    stats->factorize_seconds = from.factorize_seconds;
+    stats->has_pages = true;
+    for (int state = 0; state < PKV_PAGE_STATES; state++)
+        stats->pages[state] = from.pages[state];
+    return true;
+}
+
+static const struct kv_store_operations operations = {
+    .close = close_pages,
+    .begin = begin,
+    .layer = layer,
+    .end = end,
+    .abort = abort_step,
+    .rewind = rewind_to,
+    .stats = read_stats,
+};
+
+static bool open_pages(const struct kv_spec *spec, const struct kv_store_options *options,
+                       struct kv_store **store, struct error *error)
+{
+    struct pages *pages = calloc(1, sizeof *pages);
+    char message[PKV_MESSAGE_BYTES];
+    pkv_config config;
+    pkv_status status;
+
+    if (pages == NULL)
+        return error_set(error, "out of memory for the cache");
+    pages->store.operations = &operations;
+    pages->page_tokens = kv_spec_count(spec, PAGE);
+    pages_configure(spec, options->model, &config);
+    config.dtype = options->dtype;
+    config.max_tokens = options->max_tokens;
+    config.max_step_tokens = options->max_step_tokens;
+    config.threads = options->threads;
+    status = pkv_cache_open(&config, &pages->cache, message);
+    if (status != PKV_OK) {
+        error_set(error, "the cache: %s%s", message,
+                  status == PKV_ERROR_MEMORY ? "; --ctx sets for how many tokens" : "");
+        goto fail;
+    }
+    if (!check(pages, pkv_seq_open(pages->cache, &pages->seq), error))
+        goto fail;
+    *store = &pages->store;
+    return true;
+fail:
+    close_pages(&pages->store);
+    return false;
+}
+
+const struct policy policy_puzzle = {
+    .name = "puzzle",
+    .summary = "pages, old ones as low-rank factors; ratio stands for rk and rv",
+    .keys = puzzle_keys,
+    .key_count = sizeof puzzle_keys / sizeof *puzzle_keys,
+    .check = check_puzzle,
+    .resolve = resolve_puzzle,
+    .bytes = count_bytes,
+    .open = open_pages,
+};
+
+const struct policy policy_raw = {
+    .name = "raw",
+    .summary = "the same pages, all dense",
+    .keys = raw_keys,
+    .key_count = sizeof raw_keys / sizeof *raw_keys,
+    .bytes = count_bytes,
+    .open = open_pages,
+};
