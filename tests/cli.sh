@@ -73,6 +73,22 @@ write_long_text() {
     done > "$1"
 }
 
+# wait_ready PROCESS FILE: waits until process $1 is the program and no longer the shell that starts it, until it catches
+# SIGINT, and until file $2 has something in it.
+wait_ready() {
+    i=0
+    while [ $i -lt 600 ]; do
+        mask=$(sed -n -e '/^Name:/{/'"$tool"'/!q}' -e 's/^SigCgt:.*\(.\)$/\1/p' \
+            "/proc/$1/status" 2> /dev/null)
+        case $mask in
+        [2367abef]) [ ! -e "$2" ] || [ -s "$2" ] && return ;;
+        esac
+        sleep 0.1
+        i=$((i + 1))
+    done
+    fail "process $1 is not ready"
+}
+
 # Ends the test here where the real model is not there.
 need_model() {
     [ ! -r "$model" ] || return 0

@@ -19,8 +19,8 @@ compare_options 8
 
 # ---- What the command line shows to be wrong ----------------------------------------------------
 
-refuse 2 'COMMAND: is missing; there are: storage'
-refuse 2 'bogus: unknown command; there are: storage' bogus
+refuse 2 'COMMAND: is missing; there are: storage, attention'
+refuse 2 'bogus: unknown command; there are: storage, attention' bogus
 refuse 2 'extra: unexpected argument' storage --shape qwen3-8b --tokens 9 extra
 refuse 2 'is not one of llama-3.1-8b, qwen3-8b, smollm2-135m' storage --shape gpt-5 --tokens 9
 refuse 2 '--shape NAME: is missing' storage --tokens 9
@@ -57,5 +57,33 @@ same 'names in CSV' "$(head -n 1 "$work/csv")" \
     isa,cpu,threads,dtype,shape,tokens,kv,bytes,bytes_raw,kv_ratio
 grep -q ',"qwen3-8b",96,"puzzle:rk=2,rv=1",[0-9]*,14155776,0\.[0-9]*$' "$work/csv" ||
     fail "storage --csv: $(cat "$work/csv")"
+
+# ---- attention ----------------------------------------------------------------------------------
+
+refuse 2 'is not a whole number' attention --shape qwen3-8b --tokens 9 --batch 0
+refuse 2 'is not a whole number' attention --shape qwen3-8b --tokens 9 --repeats 0
+refuse 1 'memory: this takes' attention --shape qwen3-8b --tokens 2000000000
+document attention attention --shape smollm2-135m --tokens 101 --batch 2 --repeats 2 -t 1 \
+    --kv puzzle --kv raw:page=16
+same 'keys of attention' "$(keys attention)" \
+    'isa cpu threads dtype shape tokens batch repeats read_gb_per_s results '
+same 'threads' "$(value attention threads)" 1
+same 'bytes a token and layer' "$(value attention results.0.bytes_per_token_layer) \
+$(value attention results.1.bytes_per_token_layer)" \
+    "$((3 * 2 * (2 * 64 * (101 - 32) + 30 * 96))) $((3 * 2 * 2 * 64 * 101))"
+same 'first speedup' "$(value attention results.0.speedup)" 1.0
+for key in read_gb_per_s results.0.ns_per_token_layer results.1.ns_low results.1.ns_high \
+    results.1.read_bandwidth_share results.1.speedup; do
+    awk "BEGIN { exit !($(value attention $key) > 0) }" ||
+        fail "$key: $(value attention $key)"
+done
+
+puzzlekv-bench attention --shape llama-3.1-8b --tokens 1024 --repeats 100000 > "$work/out" \
+    2> "$work/err" &
+wait_ready $! /nonexistent
+kill -INT $!
+wait $!
+same 'status after Ctrl-C' $? 130
+same 'text after Ctrl-C' "$(cat "$work/out" "$work/err")" 'puzzlekv-bench: interrupted'
 
 [ $failures -eq 0 ]

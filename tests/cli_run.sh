@@ -231,22 +231,6 @@ fi
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 
-# Waits until process $1 is the program and no longer the shell that starts it, until it catches
-# SIGINT, and until file $2 has something in it.
-wait_ready() {
-    i=0
-    while [ $i -lt 600 ]; do
-        mask=$(sed -n -e '/^Name:/{/puzzlekv-run/!q}' -e 's/^SigCgt:.*\(.\)$/\1/p' \
-            "/proc/$1/status" 2> /dev/null)
-        case $mask in
-        [2367abef]) [ ! -e "$2" ] || [ -s "$2" ] && return ;;
-        esac
-        sleep 0.1
-        i=$((i + 1))
-    done
-    fail "process $1 is not ready"
-}
-
 # In the middle of an answer.
 puzzlekv-run "$model" --raw-prompt -p '1, 2, 3, 4, 5, 6,' -n 4000 > "$work/text" 2> "$work/err" &
 wait_ready $! "$work/text"

@@ -21,7 +21,8 @@ struct bench_kv {
 /* The command line, checked; a command reads what its table of options offers. */
 struct bench_arguments {
     const struct shape *shape;
-    size_t tokens;
+    size_t tokens, batch;
+    size_t repeats;      /* >= 1 */
     struct bench_kv *kv; /* [kv_count], in the order typed; with ranks if there is a shape */
     size_t kv_count;
     pkv_dtype dtype;
@@ -32,9 +33,25 @@ struct bench_arguments {
 /* The commands. Each prints its result and fails with "interrupted" after Ctrl-C. */
 bool bench_storage(const struct bench_arguments *arguments, struct error *error);
 
+bool bench_attention(const struct bench_arguments *arguments, struct error *error);
+
 /* The configuration of the shape's cache under a policy, for one sequence of `tokens` tokens. */
 bool bench_configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
                      size_t tokens, pkv_config *config, struct error *error);
+
+/* Fails unless the caches that these configurations would open fit into free memory together with
+ * `more` bytes. */
+bool bench_check_memory(const pkv_config *configs, size_t count, size_t more, struct error *error);
+
+/* ---- Samples --------------------------------------------------------------------------------- */
+
+/* The median and the quartiles, between samples where they fall there. */
+struct bench_summary {
+    double median, low, high;
+};
+
+/* Sorts the samples; count >= 1. */
+struct bench_summary bench_summarise(double *samples, size_t count);
 
 /* ---- Results --------------------------------------------------------------------------------- */
 

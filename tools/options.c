@@ -487,6 +487,33 @@ void machine_cpu(char *name, size_t size)
         snprintf(name, size, "%s", uname(&system) == 0 ? system.machine : "unknown");
 }
 
+/* The number behind `name` in a file of such lines, or of a file that is a number if it is "". */
+static bool read_number(const char *path, const char *name, size_t *value)
+{
+    size_t length = strlen(name);
+    FILE *file = fopen(path, "re");
+    char line[256];
+    bool found = false;
+
+    while (file != NULL && !found && fgets(line, sizeof line, file) != NULL)
+        found = strncmp(line, name, length) == 0 && sscanf(line + length, "%zu", value) == 1;
+    if (file != NULL)
+        fclose(file);
+    return found;
+}
+
+size_t machine_free_memory(void)
+{
+    size_t free_memory = SIZE_MAX, kilobytes, limit, used;
+
+    if (read_number("/proc/meminfo", "MemAvailable:", &kilobytes))
+        free_memory = kilobytes * 1024;
+    if (read_number("/sys/fs/cgroup/memory.max", "", &limit) &&
+        read_number("/sys/fs/cgroup/memory.current", "", &used) && limit - used < free_memory)
+        free_memory = limit > used ? limit - used : 0;
+    return free_memory;
+}
+
 bool machine_isa(const char **isa, struct error *error)
 {
     char message[PKV_MESSAGE_BYTES];

@@ -156,6 +156,10 @@ unsigned machine_threads(void);
 /* The processor's name, or the architecture's where the system does not tell. */
 void machine_cpu(char *name, size_t size);
 
+/* Bytes that the system says it can give this process without swapping; SIZE_MAX if it does not
+ * say. */
+size_t machine_free_memory(void);
+
 /* The instruction set that the library's CPU backend uses; a constant. Fails as opening a cache
  * would, e.g. if PUZZLEKV_ISA asks for one that is not there. */
 bool machine_isa(const char **isa, struct error *error);

@@ -17,6 +17,8 @@ static const char program[] = "puzzlekv-bench";
 enum {
     OPTION_SHAPE = OPTION_LONG_ONLY,
     OPTION_TOKENS,
+    OPTION_BATCH,
+    OPTION_REPEATS,
     OPTION_KV,
     OPTION_DTYPE,
     OPTION_JSON,
@@ -30,6 +32,7 @@ enum {
                     "policy of the cache, repeatable (raw and puzzle):\n" KV_SPEC_HELP}
 #define ROW_DTYPE  {OPTION_DTYPE, "dtype", "TYPE", \
                     "storage type of the cache: bf16, f16 or f32 (bf16)"}
+#define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
 #define ROWS_FORMAT \
     {OPTION_JSON, "json", NULL, "print one JSON document instead of a table"}, \
     {OPTION_CSV, "csv", NULL, "print comma-separated values instead of a table"}
@@ -41,10 +44,23 @@ static const struct option_row storage_rows[] = {
     ROWS_FORMAT, OPTION_ROWS_COMMON,
 };
 
+static const struct option_row attention_rows[] = {
+    ROW_SHAPE,
+    {OPTION_TOKENS, "tokens", "N", "tokens of each sequence"},
+    {OPTION_BATCH, "batch", "N", "sequences that decode together (1)"},
+    ROW_KVS,
+    ROW_DTYPE,
+    ROW_THREADS,
+    {OPTION_REPEATS, "repeats", "N", "rounds that all are measured in (11)"},
+    ROWS_FORMAT,
+    OPTION_ROWS_COMMON,
+};
+
 struct command {
     const char *name;
     struct option_table table;
     int required[4]; /* ids of options, 0 after the last */
+    size_t default_repeats;
     bool (*run)(const struct bench_arguments *arguments, struct error *error);
 };
 
@@ -58,11 +74,19 @@ static const struct command commands[] = {
      TABLE("puzzlekv-bench storage --shape NAME --tokens N [--kv SPEC]... [OPTION]...",
            "Exact bytes of one sequence's cache; nothing is computed.", storage_rows),
      {OPTION_SHAPE, OPTION_TOKENS},
+     1,
      bench_storage},
+    {"attention",
+     TABLE("puzzlekv-bench attention --shape NAME --tokens N [--kv SPEC]... [OPTION]...",
+           "Time of attention when a token is decoded, over the storage of all layers.",
+           attention_rows),
+     {OPTION_SHAPE, OPTION_TOKENS},
+     11,
+     bench_attention},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
-#define COMMAND_NAMES "storage"
+#define COMMAND_NAMES "storage, attention"
 
 static const struct command *find_command(const char *name)
 {
@@ -94,6 +118,10 @@ static bool set_option(struct bench_arguments *a, int id, const char *value, str
                error_set(error, "--shape: \"%.40s\" is not one of %s", value, SHAPE_NAMES);
     case OPTION_TOKENS:
         return number_size("--tokens", value, 1, INT32_MAX, &a->tokens, error);
+    case OPTION_BATCH:
+        return number_size("--batch", value, 1, 4096, &a->batch, error);
+    case OPTION_REPEATS:
+        return number_size("--repeats", value, 1, 100000, &a->repeats, error);
     case OPTION_KV:
         return add_kv(a, value, error);
     case OPTION_DTYPE:
@@ -119,7 +147,10 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
     const char *value;
     int id;
 
-    *a = (struct bench_arguments){.threads = machine_threads(), .dtype = PKV_BF16};
+    *a = (struct bench_arguments){.threads = machine_threads(),
+                                  .batch = 1,
+                                  .repeats = command->default_repeats,
+                                  .dtype = PKV_BF16};
     *wish = WISH_RUN;
     a->kv = calloc((size_t)argc + 2, sizeof *a->kv);
     if (a->kv == NULL)
@@ -193,6 +224,67 @@ bool bench_configure(const struct bench_arguments *arguments, const struct bench
     config->max_tokens = tokens;
     config->threads = arguments->threads;
     return true;
+}
+
+/* What pkv_cache_open() reserves: a factorized page is what a page costs without sink and window.
+ */
+static bool pool_bytes(const pkv_config *config, size_t *bytes, struct error *error)
+{
+    pkv_footprint pool = {.struct_size = sizeof pool}, page = {.struct_size = sizeof page};
+    char message[PKV_MESSAGE_BYTES];
+    pkv_config bare = *config;
+    size_t dense, factors;
+
+    bare.sink_pages = bare.window_pages = 0;
+    bare.max_tokens = config->page_tokens;
+    if (pkv_footprint_of(config, 0, &pool, message) != PKV_OK ||
+        pkv_footprint_of(&bare, bare.page_tokens, &page, message) != PKV_OK)
+        return error_set(error, "the cache: %s", message);
+    if (__builtin_mul_overflow(pool.dense_slots, page.raw_bytes, &dense) ||
+        __builtin_mul_overflow(pool.factor_slots, page.payload_bytes, &factors) ||
+        __builtin_add_overflow(dense, factors, bytes))
+        return error_set(error, "the cache: its size overflows");
+    return true;
+}
+
+bool bench_check_memory(const pkv_config *configs, size_t count, size_t more, struct error *error)
+{
+    size_t free_memory = machine_free_memory();
+    size_t need = more, bytes;
+
+    for (size_t i = 0; i < count; i++) {
+        if (!pool_bytes(&configs[i], &bytes, error))
+            return false;
+        if (__builtin_add_overflow(need, bytes, &need))
+            need = SIZE_MAX;
+    }
+    return need <= free_memory || error_set(error, "memory: this takes %.1f GiB; %.1f GiB are free",
+                                            (double)need * 0x1p-30, (double)free_memory * 0x1p-30);
+}
+
+/* ---- Samples --------------------------------------------------------------------------------- */
+
+static int compare_samples(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+
+    return (x > y) - (x < y);
+}
+
+static double quantile(const double *sorted, size_t count, double share)
+{
+    double at = share * (double)(count - 1);
+    size_t below = (size_t)at;
+    size_t above = below + 1 < count ? below + 1 : below;
+
+    return sorted[below] + (at - (double)below) * (sorted[above] - sorted[below]);
+}
+
+struct bench_summary bench_summarise(double *samples, size_t count)
+{
+    qsort(samples, count, sizeof *samples, compare_samples);
+    return (struct bench_summary){quantile(samples, count, 0.5), quantile(samples, count, 0.25),
+                                  quantile(samples, count, 0.75)};
 }
 
 /* ---- Results --------------------------------------------------------------------------------- */

@@ -1,0 +1,300 @@
+/* SPDX-License-Identifier: MIT */
+/* puzzlekv-bench attention: the time of attention when a token is decoded, side by side. */
+#include "bench.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "options.h"
+#include "random_pages.h"
+#include "read_bandwidth.h"
+
+/* Tokens that a cache is filled with at a time: all layers and steps take the same. */
+#define FILL_TOKENS ((size_t)2048)
+
+/* What one sample takes at least, by repeating the step. */
+#define SAMPLE_SECONDS 0.02
+
+enum {
+    COLUMN_TIME,
+    COLUMN_TIME_LOW,
+    COLUMN_TIME_HIGH,
+    COLUMN_BYTES,
+    COLUMN_SHARE,
+    COLUMN_SPEEDUP,
+    COLUMN_RATIO,
+    COLUMNS
+};
+
+static const struct bench_column columns[COLUMNS] = {
+    {"ns_per_token_layer", 0},
+    {"ns_low", 0},
+    {"ns_high", 0},
+    {"bytes_per_token_layer", BENCH_WHOLE},
+    {"read_bandwidth_share", 3},
+    {"speedup", 3},
+    {"kv_ratio", 4},
+};
+
+/* One policy's cache. */
+struct contestant {
+    const char *name;
+    pkv_config config;
+    pkv_cache *cache;
+    pkv_step_item *items; /* [batch], of one token each */
+    size_t steps;         /* in one sample */
+    double *seconds;      /* [repeats], of one step */
+};
+
+/* What the steps take and give; all layers the same. */
+struct operands {
+    float *q, *out; /* [batch, query_heads, head_dim] */
+    float *k, *v;   /* [FILL_TOKENS, kv_heads, head_dim] */
+};
+
+static bool cache_failed(const struct contestant *c, struct error *error)
+{
+    return error_set(error, "--kv %s: %s", c->name, pkv_cache_message(c->cache));
+}
+
+/* Every layer of a step that is open. */
+static bool run_layers(struct contestant *c, pkv_step *step, const struct operands *o, bool attend,
+                       struct error *error)
+{
+    const pkv_step_io io = {.struct_size = sizeof io,
+                            .q = {o->q, PKV_F32, 0, 0},
+                            .k = {o->k, PKV_F32, 0, 0},
+                            .v = {o->v, PKV_F32, 0, 0},
+                            .out = {attend ? o->out : NULL, PKV_F32, 0, 0}};
+
+    for (size_t layer = 0; layer < c->config.layers; layer++) {
+        if (pkv_step_layer(step, layer, &io) != PKV_OK) {
+            cache_failed(c, error);
+            pkv_step_abort(step);
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool fill(const struct bench_arguments *arguments, struct contestant *c,
+                 const struct operands *o, struct error *error)
+{
+    char message[PKV_MESSAGE_BYTES];
+
+    if (pkv_cache_open(&c->config, &c->cache, message) != PKV_OK)
+        return error_set(error, "--kv %s: %s", c->name, message);
+    for (size_t i = 0; i < arguments->batch; i++) {
+        pkv_step_item item;
+
+        if (pkv_seq_open(c->cache, &item.seq) != PKV_OK)
+            return cache_failed(c, error);
+        c->items[i] = (pkv_step_item){item.seq, 1};
+        for (size_t done = 0; done < arguments->tokens; done += item.tokens) {
+            pkv_step *step;
+
+            if (interrupt_seen())
+                return error_set(error, "interrupted");
+            progress_show("filling %s: sequence %zu of %zu, %zu of %zu tokens", c->name, i + 1,
+                          arguments->batch, done, arguments->tokens);
+            item.tokens = arguments->tokens - done;
+            if (item.tokens > FILL_TOKENS)
+                item.tokens = FILL_TOKENS;
+            if (pkv_step_begin(c->cache, &item, 1, &step) != PKV_OK)
+                return cache_failed(c, error);
+            if (!run_layers(c, step, o, false, error))
+                return false;
+            if (pkv_step_end(step) != PKV_OK)
+                return cache_failed(c, error);
+        }
+    }
+    return true;
+}
+
+/* Attends `steps` times with one more token of each sequence, which none of them keeps. */
+static bool decode(const struct bench_arguments *arguments, struct contestant *c, size_t steps,
+                   const struct operands *o, double *seconds, struct error *error)
+{
+    double start = machine_seconds();
+
+    for (size_t i = 0; i < steps; i++) {
+        pkv_step *step;
+
+        if (interrupt_seen())
+            return error_set(error, "interrupted");
+        if (pkv_step_begin(c->cache, c->items, arguments->batch, &step) != PKV_OK)
+            return cache_failed(c, error);
+        if (!run_layers(c, step, o, true, error))
+            return false;
+        pkv_step_abort(step);
+    }
+    *seconds = (machine_seconds() - start) / (double)steps;
+    return true;
+}
+
+static bool measure(const struct bench_arguments *arguments, struct contestant *contestants,
+                    const struct operands *o, struct read_bandwidth *memory, double *bandwidth,
+                    struct error *error)
+{
+    double seconds;
+
+    /* The first step warms up, and tells how many make a sample. */
+    for (size_t i = 0; i < arguments->kv_count; i++) {
+        struct contestant *c = &contestants[i];
+
+        if (!decode(arguments, c, 1, o, &seconds, error) ||
+            !decode(arguments, c, 1, o, &seconds, error))
+            return false;
+        c->steps = (size_t)fmin(1e6, ceil(SAMPLE_SECONDS / seconds));
+    }
+    read_bandwidth_measure(memory);
+    for (size_t round = 0; round < arguments->repeats; round++) {
+        progress_show("round %zu of %zu", round + 1, arguments->repeats);
+        bandwidth[round] = read_bandwidth_measure(memory);
+        for (size_t i = 0; i < arguments->kv_count; i++) {
+            struct contestant *c = &contestants[i];
+
+            if (!decode(arguments, c, c->steps, o, &c->seconds[round], error))
+                return false;
+        }
+    }
+    return true;
+}
+
+/* Ratios are those of a round, where all had the same machine; then the median. */
+static double median_ratio(const double *above, const double *below, size_t count, double *scratch)
+{
+    for (size_t i = 0; i < count; i++)
+        scratch[i] = above[i] / below[i];
+    return bench_summarise(scratch, count).median;
+}
+
+static bool evaluate(const struct bench_arguments *arguments, const struct contestant *contestants,
+                     const double *bandwidth, double *scratch, struct bench_row *rows,
+                     struct error *error)
+{
+    size_t repeats = arguments->repeats;
+
+    for (size_t i = 0; i < arguments->kv_count; i++) {
+        const struct contestant *c = &contestants[i];
+        double parts = (double)(arguments->batch * c->config.layers);
+        pkv_stats stats = {.struct_size = sizeof stats};
+        double *values = rows[i].values;
+        struct bench_summary time;
+
+        if (pkv_cache_stats(c->cache, &stats) != PKV_OK)
+            return cache_failed(c, error);
+        rows[i].name = c->name;
+        kv_spec_canonical(&arguments->kv[i].spec, rows[i].canonical);
+        values[COLUMN_BYTES] = (double)stats.payload_bytes / parts;
+        values[COLUMN_RATIO] = (double)stats.payload_bytes / (double)stats.raw_bytes;
+        values[COLUMN_SPEEDUP] = median_ratio(contestants[0].seconds, c->seconds, repeats, scratch);
+        for (size_t j = 0; j < repeats; j++)
+            scratch[j] = (double)stats.payload_bytes / c->seconds[j] / (bandwidth[j] * 1e9);
+        values[COLUMN_SHARE] = bench_summarise(scratch, repeats).median;
+        for (size_t j = 0; j < repeats; j++)
+            scratch[j] = c->seconds[j] / parts * 1e9;
+        time = bench_summarise(scratch, repeats);
+        values[COLUMN_TIME] = time.median;
+        values[COLUMN_TIME_LOW] = time.low;
+        values[COLUMN_TIME_HIGH] = time.high;
+    }
+    return true;
+}
+
+static bool configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
+                      pkv_config *config, struct error *error)
+{
+    size_t most = arguments->batch > FILL_TOKENS ? arguments->batch : FILL_TOKENS;
+    size_t tokens;
+
+    if (__builtin_mul_overflow(arguments->tokens + 1, arguments->batch, &tokens))
+        return error_set(error, "--batch %zu: too many sequences", arguments->batch);
+    if (!bench_configure(arguments, kv, tokens, config, error))
+        return false;
+    config->max_sequences = arguments->batch;
+    config->max_step_tokens = most < tokens ? most : tokens;
+    return true;
+}
+
+static float *floats(size_t count)
+{
+    return malloc(count * sizeof(float));
+}
+
+bool bench_attention(const struct bench_arguments *arguments, struct error *error)
+{
+    const struct shape *shape = arguments->shape;
+    size_t count = arguments->kv_count, repeats = arguments->repeats;
+    size_t query = arguments->batch * shape->query_heads * shape->head_dim;
+    size_t filling = FILL_TOKENS * shape->kv_heads * shape->head_dim;
+    struct contestant *contestants = calloc(count, sizeof *contestants);
+    struct bench_row *rows = calloc(count, sizeof *rows);
+    const struct bench_results results = {"kv", columns, COLUMNS, rows, count};
+    pkv_config *configs = calloc(count, sizeof *configs);
+    double *bandwidth = calloc(repeats, sizeof *bandwidth);
+    double *scratch = calloc(repeats, sizeof *scratch);
+    struct operands o = {floats(query), floats(query), floats(filling), floats(filling)};
+    struct read_bandwidth *memory = NULL;
+    uint64_t seed = 42;
+    bool done = false;
+
+    if (contestants == NULL || rows == NULL || configs == NULL || bandwidth == NULL ||
+        scratch == NULL || o.q == NULL || o.out == NULL || o.k == NULL || o.v == NULL) {
+        error_set(error, "out of memory");
+        goto out;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (!configure(arguments, &arguments->kv[i], &configs[i], error))
+            goto out;
+    }
+    if (!bench_check_memory(configs, count, READ_BANDWIDTH_BYTES, error))
+        goto out;
+    random_normals(&seed, o.q, query);
+    if (!random_pages(seed, FILL_TOKENS / RANDOM_PAGE_TOKENS, shape->kv_heads, shape->head_dim,
+                      arguments->threads, o.k, o.v, error))
+        goto out;
+    for (size_t i = 0; i < count; i++) {
+        struct contestant *c = &contestants[i];
+
+        c->name = arguments->kv[i].text;
+        c->config = configs[i];
+        c->items = calloc(arguments->batch, sizeof *c->items);
+        c->seconds = calloc(repeats, sizeof *c->seconds);
+        if (c->items == NULL || c->seconds == NULL) {
+            error_set(error, "out of memory");
+            goto out;
+        }
+        if (!fill(arguments, c, &o, error))
+            goto out;
+    }
+    if (!read_bandwidth_open(arguments->threads, &memory, error) ||
+        !measure(arguments, contestants, &o, memory, bandwidth, error) ||
+        !evaluate(arguments, contestants, bandwidth, scratch, rows, error))
+        goto out;
+    progress_clear();
+    done = bench_report(
+        arguments,
+        json_pack("{s:s, s:s, s:I, s:I, s:I, s:o}", "dtype", dtype_name(arguments->dtype), "shape",
+                  shape->name, "tokens", (json_int_t)arguments->tokens, "batch",
+                  (json_int_t)arguments->batch, "repeats", (json_int_t)repeats, "read_gb_per_s",
+                  json_finite(bench_summarise(bandwidth, repeats).median)),
+        &results, error);
+out:
+    for (size_t i = 0; contestants != NULL && i < count; i++) {
+        pkv_cache_close(contestants[i].cache);
+        free(contestants[i].items);
+        free(contestants[i].seconds);
+    }
+    read_bandwidth_close(memory);
+    free(contestants);
+    free(rows);
+    free(configs);
+    free(bandwidth);
+    free(scratch);
+    free(o.q);
+    free(o.out);
+    free(o.k);
+    free(o.v);
+    return done;
+}
