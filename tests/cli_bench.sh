@@ -19,8 +19,8 @@ compare_options 8
 
 # ---- What the command line shows to be wrong ----------------------------------------------------
 
-refuse 2 'COMMAND: is missing; there are: storage, attention'
-refuse 2 'bogus: unknown command; there are: storage, attention' bogus
+refuse 2 'COMMAND: is missing; there are: storage, attention, factorize'
+refuse 2 'bogus: unknown command; there are: storage, attention, factorize' bogus
 refuse 2 'extra: unexpected argument' storage --shape qwen3-8b --tokens 9 extra
 refuse 2 'is not one of llama-3.1-8b, qwen3-8b, smollm2-135m' storage --shape gpt-5 --tokens 9
 refuse 2 '--shape NAME: is missing' storage --tokens 9
@@ -77,6 +77,29 @@ for key in read_gb_per_s results.0.ns_per_token_layer results.1.ns_low results.1
     awk "BEGIN { exit !($(value attention $key) > 0) }" ||
         fail "$key: $(value attention $key)"
 done
+
+# ---- factorize ----------------------------------------------------------------------------------
+
+refuse 2 '--pages N: is missing' factorize --shape qwen3-8b
+refuse 2 'is not one of lapack, ssyevd, ssyevr' factorize --shape qwen3-8b --pages 9 --solver ql
+refuse 2 '--kv: unknown' factorize --shape qwen3-8b --pages 9 --kv raw
+document factorize factorize --shape smollm2-135m --pages 7 --repeats 2 -t 1
+same 'keys of factorize' "$(keys factorize)" \
+    'isa cpu threads dtype shape pages repeats results '
+same 'pages of all heads' "$(value factorize pages)" 12
+same 'solvers' "$(value factorize results.0.solver) $(value factorize results.1.solver) \
+$(value factorize results.2.solver)" 'lapack ssyevd ssyevr'
+for i in 0 1 2; do
+    # Within the bound on every solver.
+    awk "BEGIN { e = $(value factorize results.$i.excess_error); exit !(e < 1e-6 && e > -1e-6) }" ||
+        fail "excess_error: $(value factorize results.$i.excess_error)"
+    awk "BEGIN { exit !($(value factorize results.$i.us_per_page) > 0) }" ||
+        fail "us_per_page: $(value factorize results.$i.us_per_page)"
+done
+same 'only solver' "$(puzzlekv-bench factorize --shape qwen3-8b --pages 1 --solver ssyevr \
+    --repeats 1 -t 1 --csv | tail -n 1 | sed 's/.*"qwen3-8b",16,1,"ssyevr",.*,/ssyevr /')" 'ssyevr 1'
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------
 
 puzzlekv-bench attention --shape llama-3.1-8b --tokens 1024 --repeats 100000 > "$work/out" \
     2> "$work/err" &

@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "bench_peers.h"
 #include "error.h"
 #include "kv_spec.h"
 #include "shapes.h"
@@ -18,6 +19,20 @@ struct bench_kv {
     struct kv_spec spec;
 };
 
+/* One of the library's solvers, or a peer to compare them with. */
+struct bench_solver {
+    const char *name;
+    bool is_peer;
+    enum peer_kind peer;
+    pkv_solver library;
+};
+
+#define BENCH_SOLVER_COUNT 3
+extern const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT];
+
+/* Their names, for --help and messages. */
+#define BENCH_SOLVER_NAMES "lapack, ssyevd, ssyevr"
+
 /* The command line, checked; a command reads what its table of options offers. */
 struct bench_arguments {
     const struct shape *shape;
@@ -25,6 +40,9 @@ struct bench_arguments {
     size_t repeats;      /* >= 1 */
     struct bench_kv *kv; /* [kv_count], in the order typed; with ranks if there is a shape */
     size_t kv_count;
+    size_t pages;                        /* K or V of one page of tokens and one head is one */
+    const struct bench_solver **solvers; /* [solver_count], in the order typed */
+    size_t solver_count;
     pkv_dtype dtype;
     unsigned threads;
     bool json, csv;
@@ -34,6 +52,8 @@ struct bench_arguments {
 bool bench_storage(const struct bench_arguments *arguments, struct error *error);
 
 bool bench_attention(const struct bench_arguments *arguments, struct error *error);
+
+bool bench_factorize(const struct bench_arguments *arguments, struct error *error);
 
 /* The configuration of the shape's cache under a policy, for one sequence of `tokens` tokens. */
 bool bench_configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
@@ -53,6 +73,10 @@ struct bench_summary {
 /* Sorts the samples; count >= 1. */
 struct bench_summary bench_summarise(double *samples, size_t count);
 
+/* The median of above[i] / below[i]: what was measured in one round saw the same machine. `scratch`
+ * has room for `count`. */
+double bench_median_ratio(const double *above, const double *below, size_t count, double *scratch);
+
 /* ---- Results --------------------------------------------------------------------------------- */
 
 struct bench_column {
@@ -60,8 +84,9 @@ struct bench_column {
     int digits;       /* behind the point in the table; BENCH_WHOLE: a whole number everywhere */
 };
 
-#define BENCH_WHOLE   (-1)
-#define BENCH_COLUMNS 12
+#define BENCH_WHOLE    (-1)
+#define BENCH_EXPONENT (-2) /* two digits and an exponent */
+#define BENCH_COLUMNS  12
 
 struct bench_row {
     const char *name;                   /* the --kv or --solver as typed */

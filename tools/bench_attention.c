@@ -161,14 +161,6 @@ static bool measure(const struct bench_arguments *arguments, struct contestant *
     return true;
 }
 
-/* Ratios are those of a round, where all had the same machine; then the median. */
-static double median_ratio(const double *above, const double *below, size_t count, double *scratch)
-{
-    for (size_t i = 0; i < count; i++)
-        scratch[i] = above[i] / below[i];
-    return bench_summarise(scratch, count).median;
-}
-
 static bool evaluate(const struct bench_arguments *arguments, const struct contestant *contestants,
                      const double *bandwidth, double *scratch, struct bench_row *rows,
                      struct error *error)
@@ -188,7 +180,8 @@ static bool evaluate(const struct bench_arguments *arguments, const struct conte
         kv_spec_canonical(&arguments->kv[i].spec, rows[i].canonical);
         values[COLUMN_BYTES] = (double)stats.payload_bytes / parts;
         values[COLUMN_RATIO] = (double)stats.payload_bytes / (double)stats.raw_bytes;
-        values[COLUMN_SPEEDUP] = median_ratio(contestants[0].seconds, c->seconds, repeats, scratch);
+        values[COLUMN_SPEEDUP] =
+            bench_median_ratio(contestants[0].seconds, c->seconds, repeats, scratch);
         for (size_t j = 0; j < repeats; j++)
             scratch[j] = (double)stats.payload_bytes / c->seconds[j] / (bandwidth[j] * 1e9);
         values[COLUMN_SHARE] = bench_summarise(scratch, repeats).median;

@@ -18,6 +18,8 @@ enum {
     OPTION_SHAPE = OPTION_LONG_ONLY,
     OPTION_TOKENS,
     OPTION_BATCH,
+    OPTION_PAGES,
+    OPTION_SOLVER,
     OPTION_REPEATS,
     OPTION_KV,
     OPTION_DTYPE,
@@ -33,6 +35,8 @@ enum {
 #define ROW_DTYPE  {OPTION_DTYPE, "dtype", "TYPE", \
                     "storage type of the cache: bf16, f16 or f32 (bf16)"}
 #define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
+#define ROW_REPEATS(standard) \
+    {OPTION_REPEATS, "repeats", "N", "rounds in which all are measured (" standard ")"}
 #define ROWS_FORMAT \
     {OPTION_JSON, "json", NULL, "print one JSON document instead of a table"}, \
     {OPTION_CSV, "csv", NULL, "print comma-separated values instead of a table"}
@@ -51,7 +55,20 @@ static const struct option_row attention_rows[] = {
     ROW_KVS,
     ROW_DTYPE,
     ROW_THREADS,
-    {OPTION_REPEATS, "repeats", "N", "rounds that all are measured in (11)"},
+    ROW_REPEATS("11"),
+    ROWS_FORMAT,
+    OPTION_ROWS_COMMON,
+};
+
+static const struct option_row factorize_rows[] = {
+    ROW_SHAPE,
+    {OPTION_PAGES, "pages", "N",
+     "pages, K or V of one head each, rounded up to whole\npages of all heads"},
+    {OPTION_SOLVER, "solver", "NAME",
+     "what makes the factors, repeatable (all):\n" BENCH_SOLVER_NAMES},
+    ROW_DTYPE,
+    ROW_THREADS,
+    ROW_REPEATS("11"),
     ROWS_FORMAT,
     OPTION_ROWS_COMMON,
 };
@@ -83,10 +100,16 @@ static const struct command commands[] = {
      {OPTION_SHAPE, OPTION_TOKENS},
      11,
      bench_attention},
+    {"factorize",
+     TABLE("puzzlekv-bench factorize --shape NAME --pages N [--solver NAME]... [OPTION]...",
+           "Time that solvers take to turn pages into factors.", factorize_rows),
+     {OPTION_SHAPE, OPTION_PAGES},
+     11,
+     bench_factorize},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
-#define COMMAND_NAMES "storage, attention"
+#define COMMAND_NAMES "storage, attention, factorize"
 
 static const struct command *find_command(const char *name)
 {
@@ -107,6 +130,17 @@ static bool add_kv(struct bench_arguments *a, const char *text, struct error *er
     return kv_spec_parse(text, &kv->spec, error);
 }
 
+static bool add_solver(struct bench_arguments *a, const char *name, struct error *error)
+{
+    for (size_t i = 0; i < BENCH_SOLVER_COUNT; i++) {
+        if (strcmp(bench_solvers[i].name, name) == 0) {
+            a->solvers[a->solver_count++] = &bench_solvers[i];
+            return true;
+        }
+    }
+    return error_set(error, "--solver: \"%.40s\" is not one of %s", name, BENCH_SOLVER_NAMES);
+}
+
 static bool set_option(struct bench_arguments *a, int id, const char *value, struct error *error)
 {
     switch (id) {
@@ -120,6 +154,10 @@ static bool set_option(struct bench_arguments *a, int id, const char *value, str
         return number_size("--tokens", value, 1, INT32_MAX, &a->tokens, error);
     case OPTION_BATCH:
         return number_size("--batch", value, 1, 4096, &a->batch, error);
+    case OPTION_PAGES:
+        return number_size("--pages", value, 1, INT32_MAX, &a->pages, error);
+    case OPTION_SOLVER:
+        return add_solver(a, value, error);
     case OPTION_REPEATS:
         return number_size("--repeats", value, 1, 100000, &a->repeats, error);
     case OPTION_KV:
@@ -153,7 +191,8 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
                                   .dtype = PKV_BF16};
     *wish = WISH_RUN;
     a->kv = calloc((size_t)argc + 2, sizeof *a->kv);
-    if (a->kv == NULL)
+    a->solvers = calloc((size_t)argc + BENCH_SOLVER_COUNT, sizeof *a->solvers);
+    if (a->kv == NULL || a->solvers == NULL)
         return error_set(error, "out of memory");
     for (;;) {
         if (!options_next(&command->table, argc, argv, &id, &value, error))
@@ -185,6 +224,8 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
         return error_set(error, "--json, --csv: give one or the other");
     if (a->kv_count == 0 && (!add_kv(a, "raw", error) || !add_kv(a, "puzzle", error)))
         return false;
+    for (size_t i = 0; i < BENCH_SOLVER_COUNT && !seen[OPTION_SOLVER]; i++)
+        a->solvers[a->solver_count++] = &bench_solvers[i];
     for (size_t i = 0; i < a->kv_count && a->shape != NULL; i++) {
         pkv_config_init(&config);
         shape_describe(a->shape, &config);
@@ -287,6 +328,13 @@ struct bench_summary bench_summarise(double *samples, size_t count)
                                   quantile(samples, count, 0.75)};
 }
 
+double bench_median_ratio(const double *above, const double *below, size_t count, double *scratch)
+{
+    for (size_t i = 0; i < count; i++)
+        scratch[i] = above[i] / below[i];
+    return bench_summarise(scratch, count).median;
+}
+
 /* ---- Results --------------------------------------------------------------------------------- */
 
 static json_t *number_object(const struct bench_column *column, double value)
@@ -375,9 +423,16 @@ static bool print_csv(json_t *members, const struct bench_results *results, stru
     return output_flush(error);
 }
 
+static int column_width(const struct bench_column *column)
+{
+    size_t length = strlen(column->name);
+
+    return length > 10 ? (int)length : 10;
+}
+
 static bool print_table(json_t *members, const struct bench_results *results, struct error *error)
 {
-    size_t width = strlen(results->what);
+    size_t names = strlen(results->what);
     const char *name;
     json_t *member;
 
@@ -388,25 +443,26 @@ static bool print_table(json_t *members, const struct bench_results *results, st
         putchar('\n');
     }
     for (size_t i = 0; i < results->row_count; i++) {
-        if (strlen(results->rows[i].name) > width)
-            width = strlen(results->rows[i].name);
+        if (strlen(results->rows[i].name) > names)
+            names = strlen(results->rows[i].name);
     }
-    printf("\n%-*s", (int)width, results->what);
+    printf("\n%-*s", (int)names, results->what);
     for (size_t j = 0; j < results->column_count; j++)
-        printf(" %14s", results->columns[j].name);
+        printf(" %*s", column_width(&results->columns[j]), results->columns[j].name);
     putchar('\n');
     for (size_t i = 0; i < results->row_count; i++) {
-        printf("%-*s", (int)width, results->rows[i].name);
+        printf("%-*s", (int)names, results->rows[i].name);
         for (size_t j = 0; j < results->column_count; j++) {
-            int digits = results->columns[j].digits;
+            const struct bench_column *column = &results->columns[j];
             double value = results->rows[i].values[j];
-            int heading = (int)strlen(results->columns[j].name);
+            int width = column_width(column);
 
-            if (isfinite(value))
-                printf(" %*.*f", heading > 14 ? heading : 14, digits == BENCH_WHOLE ? 0 : digits,
-                       value);
+            if (!isfinite(value))
+                printf(" %*s", width, "-");
+            else if (column->digits == BENCH_EXPONENT)
+                printf(" %*.1e", width, value);
             else
-                printf(" %*s", heading > 14 ? heading : 14, "-");
+                printf(" %*.*f", width, column->digits == BENCH_WHOLE ? 0 : column->digits, value);
         }
         putchar('\n');
     }
@@ -484,5 +540,6 @@ int main(int argc, char **argv)
     if (code != EXIT_DONE)
         error_print(program, &error);
     free(arguments.kv);
+    free(arguments.solvers);
     return code;
 }
