@@ -33,13 +33,14 @@ refuse 2 'is not one of bf16, f16, f32' storage --shape qwen3-8b --tokens 9 --dt
 
 # ---- storage ------------------------------------------------------------------------------------
 
-document storage storage --shape llama-3.1-8b --tokens 16384 --kv raw --kv puzzle
+document storage storage --shape llama-3.1-8b --tokens 16384 --kv raw --kv puzzle --kv static
 same 'keys of storage' "$(keys storage)" 'isa cpu threads dtype shape tokens results '
 same 'dense bytes' "$(value storage results.0.bytes)" $((32 * 8 * 16384 * 2 * 128 * 2))
 same 'dense bytes again' "$(value storage results.1.bytes_raw)" "$(value storage results.0.bytes)"
 same 'stored bytes' "$(value storage results.1.bytes)" \
     $((32 * 8 * 2 * (2 * 2 * 32 * 128 + 510 * 30 * 160)))
 same 'dense ratio' "$(value storage results.0.kv_ratio)" 1.0
+same 'the static buffer' "$(value storage results.2.bytes)" "$(value storage results.0.bytes)"
 same ratio "$(value storage results.1.kv_ratio | cut -c 1-7)" 0.58755
 same 'as typed' "$(value storage results.1.kv)" puzzle
 same canonical "$(value storage results.1.kv_canonical)" \
@@ -62,6 +63,7 @@ grep -q ',"qwen3-8b",96,"puzzle:rk=2,rv=1",[0-9]*,14155776,0\.[0-9]*$' "$work/cs
 
 refuse 2 'is not a whole number' attention --shape qwen3-8b --tokens 9 --batch 0
 refuse 2 'is not a whole number' attention --shape qwen3-8b --tokens 9 --repeats 0
+refuse 2 "attention takes the library's own" attention --shape qwen3-8b --tokens 9 --kv static
 refuse 1 'memory: this takes' attention --shape qwen3-8b --tokens 2000000000
 document attention attention --shape smollm2-135m --tokens 101 --batch 2 --repeats 2 -t 1 \
     --kv puzzle --kv raw:page=16

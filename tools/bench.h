@@ -12,7 +12,7 @@
 #include "bench_peers.h"
 #include "error.h"
 #include "kv_spec.h"
-#include "shapes.h"
+#include "runner/model.h"
 
 struct bench_kv {
     const char *text; /* as typed */
@@ -35,10 +35,11 @@ extern const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT];
 
 /* The command line, checked; a command reads what its table of options offers. */
 struct bench_arguments {
-    const struct shape *shape;
+    const char *shape;  /* as typed */
+    struct model model; /* the shape's, without weights */
     size_t tokens, batch;
     size_t repeats;      /* >= 1 */
-    struct bench_kv *kv; /* [kv_count], in the order typed; with ranks if there is a shape */
+    struct bench_kv *kv; /* [kv_count], in the order typed; resolved if there is a shape */
     size_t kv_count;
     size_t pages;                        /* K or V of one page of tokens and one head is one */
     const struct bench_solver **solvers; /* [solver_count], in the order typed */
@@ -54,10 +55,6 @@ bool bench_storage(const struct bench_arguments *arguments, struct error *error)
 bool bench_attention(const struct bench_arguments *arguments, struct error *error);
 
 bool bench_factorize(const struct bench_arguments *arguments, struct error *error);
-
-/* The configuration of the shape's cache under a policy, for one sequence of `tokens` tokens. */
-bool bench_configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
-                     size_t tokens, pkv_config *config, struct error *error);
 
 /* Fails unless the caches that these configurations would open fit into free memory together with
  * `more` bytes. */

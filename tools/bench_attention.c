@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "options.h"
+#include "policies/pages.h"
 #include "random_pages.h"
 #include "read_bandwidth.h"
 
@@ -203,8 +204,10 @@ static bool configure(const struct bench_arguments *arguments, const struct benc
 
     if (__builtin_mul_overflow(arguments->tokens + 1, arguments->batch, &tokens))
         return error_set(error, "--batch %zu: too many sequences", arguments->batch);
-    if (!bench_configure(arguments, kv, tokens, config, error))
-        return false;
+    pages_configure(&kv->spec, &arguments->model, config);
+    config->dtype = arguments->dtype;
+    config->threads = arguments->threads;
+    config->max_tokens = tokens;
     config->max_sequences = arguments->batch;
     config->max_step_tokens = most < tokens ? most : tokens;
     return true;
@@ -217,10 +220,10 @@ static float *floats(size_t count)
 
 bool bench_attention(const struct bench_arguments *arguments, struct error *error)
 {
-    const struct shape *shape = arguments->shape;
+    const struct model *model = &arguments->model;
     size_t count = arguments->kv_count, repeats = arguments->repeats;
-    size_t query = arguments->batch * shape->query_heads * shape->head_dim;
-    size_t filling = FILL_TOKENS * shape->kv_heads * shape->head_dim;
+    size_t query = arguments->batch * model->query_heads * model->head_dim;
+    size_t filling = FILL_TOKENS * model->kv_heads * model->head_dim;
     struct contestant *contestants = calloc(count, sizeof *contestants);
     struct bench_row *rows = calloc(count, sizeof *rows);
     const struct bench_results results = {"kv", columns, COLUMNS, rows, count};
@@ -244,7 +247,7 @@ bool bench_attention(const struct bench_arguments *arguments, struct error *erro
     if (!bench_check_memory(configs, count, READ_BANDWIDTH_BYTES, error))
         goto out;
     random_normals(&seed, o.q, query);
-    if (!random_pages(seed, FILL_TOKENS / RANDOM_PAGE_TOKENS, shape->kv_heads, shape->head_dim,
+    if (!random_pages(seed, FILL_TOKENS / RANDOM_PAGE_TOKENS, model->kv_heads, model->head_dim,
                       arguments->threads, o.k, o.v, error))
         goto out;
     for (size_t i = 0; i < count; i++) {
@@ -269,7 +272,7 @@ bool bench_attention(const struct bench_arguments *arguments, struct error *erro
     done = bench_report(
         arguments,
         json_pack("{s:s, s:s, s:I, s:I, s:I, s:o}", "dtype", dtype_name(arguments->dtype), "shape",
-                  shape->name, "tokens", (json_int_t)arguments->tokens, "batch",
+                  arguments->shape, "tokens", (json_int_t)arguments->tokens, "batch",
                   (json_int_t)arguments->batch, "repeats", (json_int_t)repeats, "read_gb_per_s",
                   json_finite(bench_summarise(bandwidth, repeats).median)),
         &results, error);

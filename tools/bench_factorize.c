@@ -82,8 +82,9 @@ static bool cache_open(const struct bench_arguments *arguments, const struct mat
     pkv_config config;
 
     pkv_config_init(&config);
-    shape_describe(arguments->shape, &config);
     config.layers = 1;
+    config.query_heads = config.kv_heads = m->heads;
+    config.head_dim = m->dim;
     config.page_tokens = m->length;
     config.sink_pages = config.window_pages = 0;
     config.rank_k = m->rank_k;
@@ -354,8 +355,8 @@ static bool open_material(const struct bench_arguments *arguments, struct materi
 
     pkv_config_init(&config);
     *m = (struct material){.length = RANDOM_PAGE_TOKENS,
-                           .dim = arguments->shape->head_dim,
-                           .heads = arguments->shape->kv_heads,
+                           .dim = arguments->model.head_dim,
+                           .heads = arguments->model.kv_heads,
                            .rank_k = config.rank_k,
                            .rank_v = config.rank_v};
     m->pages = (arguments->pages + problems_of(m, 1) - 1) / problems_of(m, 1);
@@ -392,7 +393,7 @@ bool bench_factorize(const struct bench_arguments *arguments, struct error *erro
     progress_clear();
     done = bench_report(arguments,
                         json_pack("{s:s, s:s, s:I, s:I}", "dtype", dtype_name(arguments->dtype),
-                                  "shape", arguments->shape->name, "pages",
+                                  "shape", arguments->shape, "pages",
                                   (json_int_t)problems_of(&m, m.pages), "repeats",
                                   (json_int_t)arguments->repeats),
                         &results, error);

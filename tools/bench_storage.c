@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "options.h"
+#include "policies/policy.h"
 
 static const struct bench_column columns[] = {
     {"bytes", BENCH_WHOLE},
@@ -15,19 +16,19 @@ static const struct bench_column columns[] = {
 static bool measure(const struct bench_arguments *arguments, const struct bench_kv *kv,
                     struct bench_row *row, struct error *error)
 {
-    pkv_footprint bytes = {.struct_size = sizeof bytes};
-    char message[PKV_MESSAGE_BYTES];
-    pkv_config config;
+    const struct policy_size size = {.model = &arguments->model,
+                                     .dtype = arguments->dtype,
+                                     .prompt = arguments->tokens,
+                                     .tokens = arguments->tokens};
+    size_t raw = policy_raw_bytes(size.model, size.dtype, size.tokens), bytes;
 
-    if (!bench_configure(arguments, kv, arguments->tokens, &config, error))
+    if (!kv->spec.policy->bytes(&kv->spec, &size, &bytes, error))
         return false;
-    if (pkv_footprint_of(&config, arguments->tokens, &bytes, message) != PKV_OK)
-        return error_set(error, "--kv %s: %s", kv->text, message);
     row->name = kv->text;
     kv_spec_canonical(&kv->spec, row->canonical);
-    row->values[0] = (double)bytes.payload_bytes;
-    row->values[1] = (double)bytes.raw_bytes;
-    row->values[2] = (double)bytes.payload_bytes / (double)bytes.raw_bytes;
+    row->values[0] = (double)bytes;
+    row->values[1] = (double)raw;
+    row->values[2] = (double)bytes / (double)raw;
     return true;
 }
 
@@ -43,7 +44,7 @@ bool bench_storage(const struct bench_arguments *arguments, struct error *error)
     if (done)
         done = bench_report(arguments,
                             json_pack("{s:s, s:s, s:I}", "dtype", dtype_name(arguments->dtype),
-                                      "shape", arguments->shape->name, "tokens",
+                                      "shape", arguments->shape, "tokens",
                                       (json_int_t)arguments->tokens),
                             &results, error);
     free(rows);

@@ -8,7 +8,9 @@
 #include <string.h>
 
 #include "options.h"
+#include "policies/policy.h"
 #include "runner/file_map.h"
+#include "shapes.h"
 
 static const char program[] = "puzzlekv-bench";
 
@@ -31,7 +33,7 @@ enum {
 /* clang-format off */
 #define ROW_SHAPE  {OPTION_SHAPE, "shape", "NAME", "geometry of the model:\n" SHAPE_NAMES}
 #define ROW_KVS    {OPTION_KV, "kv", "SPEC", \
-                    "policy of the cache, repeatable (raw and puzzle):\n" KV_SPEC_HELP}
+                    "policy of the cache, repeatable (raw and puzzle);\nsee below"}
 #define ROW_DTYPE  {OPTION_DTYPE, "dtype", "TYPE", \
                     "storage type of the cache: bf16, f16 or f32 (bf16)"}
 #define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
@@ -147,8 +149,8 @@ static bool set_option(struct bench_arguments *a, int id, const char *value, str
     case 't':
         return option_threads(value, &a->threads, error);
     case OPTION_SHAPE:
-        a->shape = shape_find(value);
-        return a->shape != NULL ||
+        a->shape = value;
+        return shape_find(value, &a->model) ||
                error_set(error, "--shape: \"%.40s\" is not one of %s", value, SHAPE_NAMES);
     case OPTION_TOKENS:
         return number_size("--tokens", value, 1, INT32_MAX, &a->tokens, error);
@@ -181,7 +183,6 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
                            struct bench_arguments *a, enum wish *wish, struct error *error)
 {
     bool seen[OPTION_IDS] = {false};
-    pkv_config config;
     const char *value;
     int id;
 
@@ -227,10 +228,12 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
     for (size_t i = 0; i < BENCH_SOLVER_COUNT && !seen[OPTION_SOLVER]; i++)
         a->solvers[a->solver_count++] = &bench_solvers[i];
     for (size_t i = 0; i < a->kv_count && a->shape != NULL; i++) {
-        pkv_config_init(&config);
-        shape_describe(a->shape, &config);
-        if (!kv_spec_apply(&a->kv[i].spec, &config, error))
+        if (!kv_spec_resolve(&a->kv[i].spec, &a->model, error))
             return false;
+        if (command->run == bench_attention && a->kv[i].spec.policy != &policy_puzzle &&
+            a->kv[i].spec.policy != &policy_raw)
+            return error_set(error, "--kv %.80s: attention takes the library's own, puzzle and raw",
+                             a->kv[i].text);
     }
     return true;
 }
@@ -238,7 +241,8 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
 static bool print_help(const struct command *command, struct error *error)
 {
     if (command != NULL)
-        return options_help(&command->table, error);
+        return options_help(&command->table, error) &&
+               (command->run == bench_factorize || kv_spec_help(error));
     printf("Usage: puzzlekv-bench COMMAND [OPTION]...\n"
            "Measures bytes and speed of policies for the KV cache, side by side.\n"
            "Commands: " COMMAND_NAMES ".\n");
@@ -247,25 +251,10 @@ static bool print_help(const struct command *command, struct error *error)
         if (!options_help(&commands[i].table, error))
             return false;
     }
-    return true;
+    return kv_spec_help(error);
 }
 
 /* ---- Shared by the commands ------------------------------------------------------------------ */
-
-bool bench_configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
-                     size_t tokens, pkv_config *config, struct error *error)
-{
-    struct kv_spec spec = kv->spec;
-
-    pkv_config_init(config);
-    shape_describe(arguments->shape, config);
-    if (!kv_spec_apply(&spec, config, error))
-        return false;
-    config->dtype = arguments->dtype;
-    config->max_tokens = tokens;
-    config->threads = arguments->threads;
-    return true;
-}
 
 /* What pkv_cache_open() reserves: a factorized page is what a page costs without sink and window.
  */

@@ -3,22 +3,15 @@
 #ifndef PUZZLEKV_TOOLS_SHAPES_H
 #define PUZZLEKV_TOOLS_SHAPES_H
 
-#include <puzzlekv.h>
+#include <stdbool.h>
 
-#include <stddef.h>
-
-struct shape {
-    const char *name;
-    size_t layers, query_heads, kv_heads, head_dim;
-};
+#include "runner/model.h"
 
 /* For --help and messages. */
 #define SHAPE_NAMES "llama-3.1-8b, qwen3-8b, smollm2-135m"
 
-/* NULL: there is none of that name. */
-const struct shape *shape_find(const char *name);
-
-/* Sets the fields of `config` that the shape decides: layers, heads, head_dim. */
-void shape_describe(const struct shape *shape, pkv_config *config);
+/* Fills `model` with a known model's hyperparameters, without RoPE's scaling and without
+ * weights: there is nothing to close. False: there is none of that name. */
+bool shape_find(const char *name, struct model *model);
 
 #endif
