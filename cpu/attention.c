@@ -84,7 +84,6 @@ static void lay_out(struct backend *backend, size_t rows)
     layout->q = take(floats, rows * d);
     layout->scores = take(floats, rows * kernels_padded(columns));
     layout->inner = take(floats, rows * kernels_padded(rank));
-    layout->wide = take(floats, cpu_max(columns * d, rank * (length + d)) + KERNELS_PAD);
     layout->scale = take(floats, rows);
     layout->valid = take(floats, rows);
     layout->run = take(floats, state_floats(backend, rows));
@@ -174,10 +173,10 @@ static struct worker worker_init(const struct backend *backend, size_t layer)
         .queries =
             {
                 .backend = backend,
+                .arithmetic = &backend->kernels->arithmetic[geometry->dtype],
                 .q = scratch + layout->q,
                 .scores = scratch + layout->scores,
                 .inner = scratch + layout->inner,
-                .wide = scratch + layout->wide,
                 .score_stride = kernels_padded(cpu_max(geometry->policy.page_tokens, BLOCK_TOKENS)),
                 .inner_stride = kernels_padded(rank),
                 .output_stride = kernels_padded(geometry->head_dim),
@@ -190,32 +189,30 @@ static struct worker worker_init(const struct backend *backend, size_t layer)
     return worker;
 }
 
-static void score_dense(const struct worker *worker, const unsigned char *k, size_t ldk,
-                        size_t tokens)
+static void score_dense(const struct worker *worker, struct matrix k, size_t tokens)
 {
     const struct codec_queries *queries = &worker->queries;
-    const size_t d = worker->backend->geometry->head_dim;
 
-    codec_multiply(queries, d, tokens, queries->q, d, k, ldk, NULL, queries->scores,
-                   queries->score_stride);
+    queries->arithmetic->product(queries->rows, k.rows, tokens, queries->q, k.rows, k, NULL,
+                                 queries->scores, queries->score_stride);
 }
 
-static void accumulate_dense(const struct worker *worker, const unsigned char *v, size_t tokens,
+static void accumulate_dense(const struct worker *worker, struct matrix v, size_t tokens,
                              const float *scale, float *o)
 {
     const struct codec_queries *queries = &worker->queries;
-    const size_t d = worker->backend->geometry->head_dim;
 
-    codec_multiply(queries, tokens, d, queries->scores, queries->score_stride, v, d, scale, o,
-                   queries->output_stride);
+    queries->arithmetic->product(queries->rows, tokens, v.columns, queries->scores,
+                                 queries->score_stride, v, scale, o, queries->output_stride);
 }
 
 static void softmax(const struct worker *worker, size_t tokens, const uint32_t *valid,
                     const struct state *state)
 {
-    worker->backend->kernels->softmax(worker->queries.rows, tokens, valid, worker->queries.scores,
-                                      worker->queries.score_stride, state->m, state->l,
-                                      worker->scale);
+    const struct codec_queries *queries = &worker->queries;
+
+    queries->arithmetic->softmax(queries->rows, tokens, valid, queries->scores,
+                                 queries->score_stride, state->m, state->l, worker->scale);
 }
 
 /* Cached page `number` of the unit's item into `state`; `scale` is NULL for a run's first. */
@@ -239,7 +236,7 @@ static void attend_page(const struct worker *worker, size_t number, const float 
     } else {
         struct dense_page dense = store_dense(backend, worker->layer, worker->kv_head, page->slot);
 
-        score_dense(worker, dense.k, backend->geometry->policy.page_tokens, tokens);
+        score_dense(worker, dense.k, tokens);
         softmax(worker, tokens, NULL, state);
         accumulate_dense(worker, dense.v, tokens, scale, state->o);
     }
@@ -253,7 +250,7 @@ static void attend_block(const struct worker *worker, size_t number, const float
         store_block(worker->backend, worker->unit->item, worker->kv_head, number);
     size_t tokens = cpu_block_tokens(worker->unit->item, number);
 
-    score_dense(worker, block.k, tokens, tokens);
+    score_dense(worker, block.k, tokens);
     softmax(worker, tokens, number == worker->unit->block ? worker->valid : NULL, state);
     accumulate_dense(worker, block.v, tokens, scale, state->o);
 }
@@ -323,6 +320,9 @@ static void load_queries(const struct worker *worker, const pkv_input *input)
             q[j] *= geometry->softmax_scale;
         worker->valid[i] = (uint32_t)(i / group + 1);
     }
+    if (worker->queries.arithmetic->pack)
+        worker->queries.arithmetic->pack(worker->queries.rows, geometry->head_dim,
+                                         worker->queries.q, geometry->head_dim);
 }
 
 static void store_outputs(const struct worker *worker, const pkv_step_io *io,

@@ -19,11 +19,11 @@
 /* A thread's queries, and room for what a page makes of them. Rows of all but q are padded. */
 struct codec_queries {
     const struct backend *backend;
+    const struct arithmetic *arithmetic; /* of the storage type */
     size_t rows;
-    float *q;      /* [rows, d], scaled */
+    float *q;      /* [rows, d], scaled; left operands of `arithmetic` */
     float *scores; /* [rows, score_stride] */
     float *inner;  /* [rows, inner_stride]: q R_K^T, then exp(s) L_V */
-    float *wide;   /* one factor, or K or V of one page, in f32 */
     size_t score_stride;
     size_t inner_stride;
     size_t output_stride;
@@ -54,11 +54,5 @@ struct codec {
 
 /* In the storage type, without gaps. */
 extern const struct codec codec_native;
-
-/* c = (scale ? scale c : 0) + a b for a matrix b [k, ldb] of the storage type, of which the first n
- * columns count; b dense or a factor, k * ldb no more than queries->wide holds. */
-void codec_multiply(const struct codec_queries *queries, size_t k, size_t n, const float *a,
-                    size_t lda, const unsigned char *b, size_t ldb, const float *scale, float *c,
-                    size_t ldc);
 
 #endif

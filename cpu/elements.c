@@ -23,8 +23,9 @@ bool elements_finite(pkv_dtype dtype, size_t n, const void *elements)
     return !bad;
 }
 
-void elements_copy(size_t size, size_t n, const void *from, size_t from_stride, void *to,
-                   size_t to_stride)
+/* n elements of `size` bytes, spaced. */
+static void copy(size_t size, size_t n, const void *from, size_t from_stride, void *to,
+                 size_t to_stride)
 {
     if (size == 4) {
         const uint32_t *a = from;
@@ -41,10 +42,93 @@ void elements_copy(size_t size, size_t n, const void *from, size_t from_stride, 
     }
 }
 
-void elements_transpose(size_t size, size_t rows, size_t columns, size_t ld, const void *from,
-                        void *to)
+size_t elements_bytes(const struct geometry *geometry, size_t rows, size_t columns)
 {
-    for (size_t j = 0; j < columns; j++)
-        elements_copy(size, rows, (const char *)from + j * size, ld, (char *)to + j * rows * size,
-                      1);
+    return kernels_stored_rows(geometry->dtype, rows) * columns * geometry->element_bytes;
+}
+
+/* The panel that column j is in: where it begins, and its columns. */
+static unsigned char *panel_of(const struct backend *backend, struct matrix matrix, size_t j,
+                               size_t *first, size_t *width)
+{
+    *first = j / backend->kernels->panel * backend->kernels->panel;
+    *width = cpu_min(backend->kernels->panel, matrix.columns - *first);
+    return matrix.data + elements_bytes(backend->geometry, matrix.rows, *first);
+}
+
+/* Element (i, first) of a panel of `width` columns; the next column's is `interleave` further. */
+static unsigned char *in_panel(const struct geometry *geometry, unsigned char *panel, size_t width,
+                               size_t i)
+{
+    const size_t interleave = kernels_interleave(geometry->dtype);
+
+    return panel + (i / interleave * width * interleave + i % interleave) * geometry->element_bytes;
+}
+
+void elements_put_row(const struct backend *backend, struct matrix matrix, size_t i,
+                      const void *row)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t size = geometry->element_bytes;
+    size_t first, width;
+
+    for (size_t j = 0; j < matrix.columns; j += width) {
+        unsigned char *panel = panel_of(backend, matrix, j, &first, &width);
+
+        copy(size, width, (const char *)row + j * size, 1, in_panel(geometry, panel, width, i),
+             kernels_interleave(geometry->dtype));
+    }
+}
+
+void elements_get_row(const struct backend *backend, struct matrix matrix, size_t i, void *row)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t size = geometry->element_bytes;
+    size_t first, width;
+
+    for (size_t j = 0; j < matrix.columns; j += width) {
+        unsigned char *panel = panel_of(backend, matrix, j, &first, &width);
+
+        copy(size, width, in_panel(geometry, panel, width, i), kernels_interleave(geometry->dtype),
+             (char *)row + j * size, 1);
+    }
+}
+
+/* Rows that lie interleaved are moved together, but for an odd last one. */
+void elements_put_column(const struct backend *backend, struct matrix matrix, size_t j,
+                         const void *column)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t interleave = kernels_interleave(geometry->dtype);
+    const size_t size = geometry->element_bytes * interleave;
+    const size_t whole = matrix.rows / interleave;
+    size_t first, width;
+    unsigned char *to = panel_of(backend, matrix, j, &first, &width) + (j - first) * size;
+
+    copy(size, whole, column, 1, to, width);
+    if (matrix.rows % interleave)
+        memcpy(to + whole * width * size, (const char *)column + whole * size, size / interleave);
+}
+
+void elements_get_column(const struct backend *backend, struct matrix matrix, size_t j,
+                         void *column)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t interleave = kernels_interleave(geometry->dtype);
+    const size_t size = geometry->element_bytes * interleave;
+    const size_t whole = matrix.rows / interleave;
+    size_t first, width;
+    const unsigned char *from = panel_of(backend, matrix, j, &first, &width) + (j - first) * size;
+
+    copy(size, whole, from, width, column, 1);
+    if (matrix.rows % interleave)
+        memcpy((char *)column + whole * size, from + whole * width * size, size / interleave);
+}
+
+void elements_end_rows(const struct backend *backend, struct matrix matrix, size_t rows)
+{
+    static const uint32_t zeros[MAX_HEAD_DIM];
+
+    if (rows % kernels_interleave(backend->geometry->dtype))
+        elements_put_row(backend, matrix, rows, zeros);
 }

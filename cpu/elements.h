@@ -3,19 +3,26 @@
 #ifndef PUZZLEKV_CPU_ELEMENTS_H
 #define PUZZLEKV_CPU_ELEMENTS_H
 
-#include "puzzlekv.h"
+#include "cpu.h"
 
 #include <stdbool.h>
 
 /* Whether all n are finite. */
 bool elements_finite(pkv_dtype dtype, size_t n, const void *elements);
 
-/* n elements of `size` bytes, spaced. */
-void elements_copy(size_t size, size_t n, const void *from, size_t from_stride, void *to,
-                   size_t to_stride);
+/* Bytes of a stored matrix (kernels.h) of the storage type. */
+size_t elements_bytes(const struct geometry *geometry, size_t rows, size_t columns);
 
-/* The first `columns` columns of a matrix [rows, ld] as the rows of `to`. */
-void elements_transpose(size_t size, size_t rows, size_t columns, size_t ld, const void *from,
-                        void *to);
+/* Row i, or column j, of a stored matrix to or from an array of the storage type. */
+void elements_put_row(const struct backend *backend, struct matrix matrix, size_t i,
+                      const void *row);
+void elements_get_row(const struct backend *backend, struct matrix matrix, size_t i, void *row);
+void elements_put_column(const struct backend *backend, struct matrix matrix, size_t j,
+                         const void *column);
+void elements_get_column(const struct backend *backend, struct matrix matrix, size_t j,
+                         void *column);
+
+/* Makes what row rows - 1 is paired with, if it is the last of its pair, finite: 0. */
+void elements_end_rows(const struct backend *backend, struct matrix matrix, size_t rows);
 
 #endif

@@ -20,22 +20,64 @@ static inline size_t kernels_padded(size_t n)
 }
 
 /*
- * c[i][j] = (scale ? scale[i] * c[i][j] : 0) + sum over p < k, ascending, of a[i][p] * b[p][j],
- * for i < rows, j < n; one multiply-add chain per element, so that the bits of a row depend
- * neither on the other rows nor on how b's values are stored. `b` has the type that the entry is
- * indexed by; its rows, the last one too, are readable up to n padded. Rows of c are padded.
+ * A stored matrix [rows, columns]: one panel of `panel` columns (a table's) after the other, the
+ * last one as wide as what is left. Within a panel of w columns bf16 lies in pairs of rows, element
+ * (i, j) at (i / 2 * w + j) * 2 + i % 2, where an odd last row is paired with finite values; f32
+ * and f16 lie row by row. So whoever multiplies by a matrix reads it in address order, which keeps
+ * the hardware's prefetcher with it. Readable KERNELS_PAD elements past its end.
+ */
+struct matrix {
+    unsigned char *data;
+    size_t rows;
+    size_t columns;
+};
+
+/* Rows that lie interleaved. */
+static inline size_t kernels_interleave(pkv_dtype dtype)
+{
+    return dtype == PKV_BF16 ? 2 : 1;
+}
+
+/* Rows that a matrix of `rows` rows takes room for. */
+static inline size_t kernels_stored_rows(pkv_dtype dtype, size_t rows)
+{
+    size_t interleave = kernels_interleave(dtype);
+
+    return (rows + interleave - 1) / interleave * interleave;
+}
+
+/*
+ * Left operands are rows of f32, or what `pack` makes of them in place: rows of bf16 in the room of
+ * f32. Strides count f32 elements either way.
+ *
+ * c[i][j] = (scale ? scale[i] * c[i][j] : 0) + sum over p < k of a[i][p] * b[p][j], for i < rows,
+ * j < n; k <= b.rows, n <= b.columns. The order of the sum is fixed: the bits of a row depend
+ * neither on the other rows nor on n. It is one multiply-add chain, p ascending, except of packed
+ * operands. Rows of c are padded. An odd k reads one more packed element of a row, which is 0.
  */
 typedef void kernel_product(size_t rows, size_t k, size_t n, const float *a, size_t lda,
-                            const void *b, size_t ldb, const float *scale, float *c, size_t ldc);
+                            struct matrix b, const float *scale, float *c, size_t ldc);
+
+/* c = (scale ? scale c : 0) + (a b1) b2 as two products; all of b1 and b2 counts. Leaves a b1 as a
+ * left operand in `inner`, whose rows are padded. */
+typedef void kernel_chain(size_t rows, const float *a, size_t lda, struct matrix b1,
+                          struct matrix b2, float *inner, size_t ldi, const float *scale, float *c,
+                          size_t ldc);
+
+/* Rows of n elements, padded, into left operands. */
+typedef void kernel_pack(size_t rows, size_t n, float *a, size_t lda);
 
 /*
  * One page into running softmax states. Row i of `s` holds scores in its first
- * c = valid ? valid[i] : n columns (1 <= c <= n). With m' = max(m[i], max of them):
+ * c = valid ? valid[i] : n columns (1 <= c <= n). With a new m' that is at least m[i] and no more
+ * than KERNELS_SLACK below the largest of m[i] and the scores:
  *     scale[i] = exp(m[i] - m'),  s[i][j] = exp(s[i][j] - m') for j < c, 0 for c <= j < n,
  *     l[i] = scale[i] l[i] + sum of row i,  m[i] = m'.
- * A new state is m = -inf, l = 0. Rows of s and the arrays m, l and scale are padded. What would
- * be below 2^-126 is 0.
+ * Row i is then a left operand, and its sum is that of its elements as rounded. A new state is
+ * m = -inf, l = 0. Rows of s and the arrays m, l and scale are padded. What would be below 2^-126
+ * is 0.
  */
+#define KERNELS_SLACK 8.0f
 typedef void kernel_softmax(size_t rows, size_t n, const uint32_t *valid, float *s, size_t lds,
                             float *m, float *l, float *scale);
 
@@ -48,10 +90,18 @@ typedef void kernel_merge(size_t rows, size_t n, float *m, float *l, float *o, c
 typedef void kernel_to_f32(size_t n, const void *from, float *to);
 typedef void kernel_from_f32(size_t n, const float *from, void *to);
 
+/* What computes with matrices of one type. */
+struct arithmetic {
+    kernel_product *product;
+    kernel_chain *chain;
+    kernel_pack *pack; /* NULL: left operands are f32 */
+    kernel_softmax *softmax;
+};
+
 struct kernels {
     const char *name;
-    kernel_product *product[3]; /* by pkv_dtype of b */
-    kernel_softmax *softmax;
+    size_t panel;
+    struct arithmetic arithmetic[3]; /* by pkv_dtype of b */
     kernel_merge *merge;
     kernel_to_f32 *to_f32[3];     /* by pkv_dtype of `from` */
     kernel_from_f32 *from_f32[3]; /* by pkv_dtype of `to` */

@@ -4,11 +4,12 @@
 
 #include <immintrin.h>
 
-#define KERNELS      kernels_avx2
-#define KERNELS_NAME "avx2"
-#define LANES        8
-#define TILE_ROWS    6
-#define WIDE_ROWS    2
+#define KERNELS       kernels_avx2
+#define KERNELS_NAME  "avx2"
+#define LANES         8
+#define PANEL_VECTORS 2
+#define TILE_ROWS     4
+#define TILE_MOST     6
 
 typedef float vector_f32 __attribute__((vector_size(32)));
 typedef int32_t vector_i32 __attribute__((vector_size(32)));

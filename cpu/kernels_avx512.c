@@ -4,11 +4,12 @@
 
 #include <immintrin.h>
 
-#define KERNELS      kernels_avx512
-#define KERNELS_NAME "avx512"
-#define LANES        16
-#define TILE_ROWS    8
-#define WIDE_ROWS    4
+#define KERNELS       kernels_avx512
+#define KERNELS_NAME  "avx512"
+#define LANES         16
+#define PANEL_VECTORS 4
+#define TILE_ROWS     6
+#define TILE_MOST     12
 
 typedef float vector_f32 __attribute__((vector_size(64)));
 typedef int32_t vector_i32 __attribute__((vector_size(64)));

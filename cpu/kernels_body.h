@@ -3,18 +3,22 @@
  * The kernels, written once with vectors of LANES floats. A file that includes this one defines
  *     KERNELS          the name of its table, KERNELS_NAME its name as a string
  *     LANES            floats in a vector: 4, 8 or 16 (KERNELS_PAD)
- *     TILE_ROWS        rows of a product kept in registers with 2 vectors each, at most 8
- *     WIDE_ROWS        the same with 4 vectors each
+ *     PANEL_VECTORS    vectors in a row of a panel: 2 or 4
+ *     TILE_ROWS        rows of a product kept in registers with 3 or 4 vectors each, 4 to 12
+ *     TILE_MOST        the same with 1 or 2 vectors each
+ *     OWN_BF16         if the file has an arithmetic of bf16 of its own, which it defines as that
  * after typedefs of the vectors and these operations on them:
  *     vector_fma(a, b, c)  a * b + c; written out, so that no flag decides what is fused
  *     vector_max(a, b)     a > b ? a : b
- *     vector_from_bf16(const uint16_t *), vector_from_f16(const uint16_t *)
+ *     vector_from_f16(const uint16_t *), vector_from_bf16(const uint16_t *)
  *     vector_to_f16(vector_f32, uint16_t *)
  */
 #include "numeric.h"
 #include "kernels.h"
 
 #include <math.h>
+
+#define PANEL (PANEL_VECTORS * LANES)
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -45,14 +49,17 @@ INLINE void save(float *p, vector_f32 v)
 /* Vector number i of a row of elements of `dtype`, which is constant wherever this is inlined. */
 INLINE vector_f32 load_as(pkv_dtype dtype, const char *row, size_t i)
 {
-    switch (dtype) {
-    case PKV_F16:
+    if (dtype == PKV_F16)
         return vector_from_f16((const uint16_t *)(const void *)row + i * LANES);
-    case PKV_BF16:
-        return vector_from_bf16((const uint16_t *)(const void *)row + i * LANES);
-    default:
-        return load((const float *)(const void *)row + i * LANES);
-    }
+    return load((const float *)(const void *)row + i * LANES);
+}
+
+INLINE vector_u32 load_pairs(const char *row, size_t i)
+{
+    vector_u32 v;
+
+    memcpy(&v, row + i * sizeof v, sizeof v);
+    return v;
 }
 
 /* Half by half: one fixed order. */
@@ -109,32 +116,55 @@ INLINE vector_f32 exponential(vector_f32 x)
     return (vector_f32)((vector_i32)p & ~(vector_i32)(x < splat(-0x1.5d589ep+6f)));
 }
 
-/* `rows` and `vectors` are constants; the accumulators stay in registers. */
-INLINE void tile(size_t rows, size_t vectors, pkv_dtype dtype, size_t k, const float *a, size_t lda,
-                 const char *b, size_t ldb_bytes, const float *scale, float *c, size_t ldc)
-{
-    vector_f32 sum[8][4];
-    vector_f32 value[4];
+/* ---- Products ---- */
 
+/* One row of b: value[j] is its vector number j. */
+INLINE void multiply_row(size_t rows, size_t vectors, const float *a, size_t lda,
+                         const vector_f32 *value, vector_f32 sum[TILE_MOST][PANEL_VECTORS])
+{
+    UNROLL
+    for (size_t i = 0; i < rows; i++) {
+        vector_f32 x = splat(a[i * lda]);
+
+        UNROLL
+        for (size_t j = 0; j < vectors; j++)
+            sum[i][j] = vector_fma(x, value[j], sum[i][j]);
+    }
+}
+
+/* One stored row of b, or two that lie interleaved of which `count` count. */
+INLINE void multiply_stored(size_t rows, size_t vectors, pkv_dtype dtype, size_t count,
+                            const float *a, size_t lda, const char *b,
+                            vector_f32 sum[TILE_MOST][PANEL_VECTORS])
+{
+    vector_f32 value[PANEL_VECTORS];
+
+    UNROLL
+    for (size_t j = 0; j < vectors; j++)
+        value[j] = dtype == PKV_BF16 ? (vector_f32)(load_pairs(b, j) << 16) : load_as(dtype, b, j);
+    multiply_row(rows, vectors, a, lda, value, sum);
+    if (count == 1)
+        return;
+    UNROLL
+    for (size_t j = 0; j < vectors; j++)
+        value[j] = (vector_f32)(load_pairs(b, j) & 0xffff0000u);
+    multiply_row(rows, vectors, a + 1, lda, value, sum);
+}
+
+INLINE void sums_begin(size_t rows, size_t vectors, const float *scale, const float *c, size_t ldc,
+                       vector_f32 sum[TILE_MOST][PANEL_VECTORS])
+{
     UNROLL
     for (size_t i = 0; i < rows; i++) {
         UNROLL
         for (size_t j = 0; j < vectors; j++)
             sum[i][j] = scale ? load(c + i * ldc + j * LANES) * scale[i] : splat(0.0f);
     }
-    for (size_t p = 0; p < k; p++, b += ldb_bytes) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++)
-            value[j] = load_as(dtype, b, j);
-        UNROLL
-        for (size_t i = 0; i < rows; i++) {
-            vector_f32 x = splat(a[i * lda + p]);
+}
 
-            UNROLL
-            for (size_t j = 0; j < vectors; j++)
-                sum[i][j] = vector_fma(x, value[j], sum[i][j]);
-        }
-    }
+INLINE void sums_end(size_t rows, size_t vectors, vector_f32 sum[TILE_MOST][PANEL_VECTORS],
+                     float *c, size_t ldc)
+{
     UNROLL
     for (size_t i = 0; i < rows; i++) {
         UNROLL
@@ -143,75 +173,116 @@ INLINE void tile(size_t rows, size_t vectors, pkv_dtype dtype, size_t k, const f
     }
 }
 
-/* All rows of `vectors` columns; at most `tile_rows` (a constant) rows at a time. */
-INLINE void panel(size_t tile_rows, size_t vectors, pkv_dtype dtype, size_t rows, size_t k,
+/* `rows` and `vectors` are constants; the sums stay in registers. */
+INLINE void tile(size_t rows, size_t vectors, pkv_dtype dtype, size_t k, const float *a, size_t lda,
+                 const char *b, size_t ldb_bytes, const float *scale, float *c, size_t ldc)
+{
+    const size_t interleave = kernels_interleave(dtype);
+    vector_f32 sum[TILE_MOST][PANEL_VECTORS];
+    size_t p = 0;
+
+    sums_begin(rows, vectors, scale, c, ldc, sum);
+    for (; p + interleave <= k; p += interleave, b += ldb_bytes)
+        multiply_stored(rows, vectors, dtype, interleave, a + p, lda, b, sum);
+    if (p < k)
+        multiply_stored(rows, vectors, dtype, 1, a + p, lda, b, sum);
+    sums_end(rows, vectors, sum, c, ldc);
+}
+
+typedef void tile_function(size_t rows, size_t vectors, pkv_dtype dtype, size_t k, const float *a,
+                           size_t lda, const char *b, size_t ldb_bytes, const float *scale,
+                           float *c, size_t ldc);
+
+/* All rows of `vectors` columns, as many at a time as registers allow. */
+INLINE void panel(tile_function *multiply, size_t vectors, pkv_dtype dtype, size_t rows, size_t k,
                   const float *a, size_t lda, const char *b, size_t ldb_bytes, const float *scale,
                   float *c, size_t ldc)
 {
-    while (rows >= tile_rows) {
-        tile(tile_rows, vectors, dtype, k, a, lda, b, ldb_bytes, scale, c, ldc);
-        rows -= tile_rows;
-        a += tile_rows * lda;
-        c += tile_rows * ldc;
-        scale = scale ? scale + tile_rows : NULL;
-    }
-#define REST(n)                                                                                    \
-    case n:                                                                                        \
-        if (n < tile_rows)                                                                         \
-            tile(n, vectors, dtype, k, a, lda, b, ldb_bytes, scale, c, ldc);                       \
+    const size_t most = vectors > 2 ? TILE_ROWS : TILE_MOST;
+
+#define TAKE(n)                                                                                    \
+    do {                                                                                           \
+        multiply(n, vectors, dtype, k, a, lda, b, ldb_bytes, scale, c, ldc);                       \
+        rows -= n;                                                                                 \
+        a += n * lda;                                                                              \
+        c += n * ldc;                                                                              \
+        scale = scale ? scale + n : NULL;                                                          \
+    } while (0)
+    while (rows >= most)
+        TAKE(most);
+    if (most > 8 && rows >= 8)
+        TAKE(8);
+    if (most > 4 && rows >= 4)
+        TAKE(4);
+    if (rows == 3)
+        TAKE(3);
+    else if (rows == 2)
+        TAKE(2);
+    else if (rows == 1)
+        TAKE(1);
+#undef TAKE
+}
+
+INLINE void product(tile_function *multiply, pkv_dtype dtype, size_t rows, size_t k, size_t n,
+                    const float *a, size_t lda, struct matrix b, const float *scale, float *c,
+                    size_t ldc)
+{
+    const size_t bytes = dtype == PKV_F32 ? 4 : 2;
+    const char *data = (const char *)b.data;
+    const size_t stored = kernels_stored_rows(dtype, b.rows);
+
+    for (size_t j = 0; j < n; j += PANEL) {
+        size_t width = b.columns - j < PANEL ? b.columns - j : PANEL;
+        size_t used = n - j < width ? n - j : width;
+        size_t ldb_bytes = width * kernels_interleave(dtype) * bytes;
+
+#define VECTORS(v)                                                                                 \
+    case v:                                                                                        \
+        if (v <= PANEL_VECTORS)                                                                    \
+            panel(multiply, v, dtype, rows, k, a, lda, data, ldb_bytes, scale, c + j, ldc);        \
         break;
-    switch (rows) {
-        REST(1)
-        REST(2)
-        REST(3)
-        REST(4)
-        REST(5)
-        REST(6)
-        REST(7)
-    }
-#undef REST
-}
-
-INLINE void product(pkv_dtype dtype, size_t rows, size_t k, size_t n, const float *a, size_t lda,
-                    const void *b, size_t ldb, const float *scale, float *c, size_t ldc)
-{
-    const size_t width = dtype == PKV_F32 ? 4 : 2;
-    const char *column = b;
-    size_t vectors = (n + LANES - 1) / LANES;
-    size_t step;
-
-    for (; vectors > 0; vectors -= step, column += step * LANES * width, c += step * LANES) {
-        /* Few rows: more columns at a time, to load long runs and to hide the latency of fma. */
-        if (rows <= WIDE_ROWS && vectors >= 4) {
-            step = 4;
-            panel(WIDE_ROWS, 4, dtype, rows, k, a, lda, column, ldb * width, scale, c, ldc);
-        } else if (vectors >= 2) {
-            step = 2;
-            panel(TILE_ROWS, 2, dtype, rows, k, a, lda, column, ldb * width, scale, c, ldc);
-        } else {
-            step = 1;
-            panel(TILE_ROWS, 1, dtype, rows, k, a, lda, column, ldb * width, scale, c, ldc);
+        switch ((used + LANES - 1) / LANES) {
+            VECTORS(1)
+            VECTORS(2)
+            VECTORS(3)
+            VECTORS(4)
         }
+#undef VECTORS
+        data += stored * width * bytes;
     }
 }
 
-static void product_f32(size_t rows, size_t k, size_t n, const float *a, size_t lda, const void *b,
-                        size_t ldb, const float *scale, float *c, size_t ldc)
+#define ARITHMETIC(type, dtype, multiply, pack)                                                    \
+    static void product_##type(size_t rows, size_t k, size_t n, const float *a, size_t lda,        \
+                               struct matrix b, const float *scale, float *c, size_t ldc)          \
+    {                                                                                              \
+        product(multiply, dtype, rows, k, n, a, lda, b, scale, c, ldc);                            \
+    }                                                                                              \
+                                                                                                   \
+    static void chain_##type(size_t rows, const float *a, size_t lda, struct matrix b1,            \
+                             struct matrix b2, float *inner, size_t ldi, const float *scale,       \
+                             float *c, size_t ldc)                                                 \
+    {                                                                                              \
+        product_##type(rows, b1.rows, b1.columns, a, lda, b1, NULL, inner, ldi);                   \
+        pack(rows, b1.columns, inner, ldi);                                                        \
+        product_##type(rows, b2.rows, b2.columns, inner, ldi, b2, scale, c, ldc);                  \
+    }
+
+INLINE void no_pack(size_t rows, size_t n, float *a, size_t lda)
 {
-    product(PKV_F32, rows, k, n, a, lda, b, ldb, scale, c, ldc);
+    (void)rows;
+    (void)n;
+    (void)a;
+    (void)lda;
 }
 
-static void product_f16(size_t rows, size_t k, size_t n, const float *a, size_t lda, const void *b,
-                        size_t ldb, const float *scale, float *c, size_t ldc)
-{
-    product(PKV_F16, rows, k, n, a, lda, b, ldb, scale, c, ldc);
-}
+ARITHMETIC(f32, PKV_F32, tile, no_pack)
+ARITHMETIC(f16, PKV_F16, tile, no_pack)
+#ifndef OWN_BF16
+ARITHMETIC(bf16, PKV_BF16, tile, no_pack)
+#endif
 
-static void product_bf16(size_t rows, size_t k, size_t n, const float *a, size_t lda, const void *b,
-                         size_t ldb, const float *scale, float *c, size_t ldc)
-{
-    product(PKV_BF16, rows, k, n, a, lda, b, ldb, scale, c, ldc);
-}
+/* ---- Softmax ---- */
 
 static void softmax(size_t rows, size_t n, const uint32_t *valid, float *s, size_t lds, float *m,
                     float *l, float *scale)
@@ -324,10 +395,19 @@ static void bf16s_from_f32(size_t n, const float *from, void *to)
         h[i] = bf16_from_f32(from[i]);
 }
 
+#ifndef OWN_BF16
+#define OWN_BF16                                                                                   \
+    {                                                                                              \
+        product_bf16, chain_bf16, NULL, softmax                                                    \
+    }
+#endif
+
 const struct kernels KERNELS = {
     .name = KERNELS_NAME,
-    .product = {product_f32, product_f16, product_bf16},
-    .softmax = softmax,
+    .panel = PANEL,
+    .arithmetic = {{product_f32, chain_f32, NULL, softmax},
+                   {product_f16, chain_f16, NULL, softmax},
+                   OWN_BF16},
     .merge = merge,
     .to_f32 = {f32_to_f32, f16_to_f32s, bf16_to_f32s},
     .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32},

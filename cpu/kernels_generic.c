@@ -2,11 +2,12 @@
 /* The kernels in what every machine offers: the reference of the other instruction sets. */
 #include "dispatch.h"
 
-#define KERNELS      kernels_generic
-#define KERNELS_NAME "generic"
-#define LANES        4
-#define TILE_ROWS    4
-#define WIDE_ROWS    2
+#define KERNELS       kernels_generic
+#define KERNELS_NAME  "generic"
+#define LANES         4
+#define PANEL_VECTORS 2
+#define TILE_ROWS     4
+#define TILE_MOST     4
 
 typedef float vector_f32 __attribute__((vector_size(16)));
 typedef int32_t vector_i32 __attribute__((vector_size(16)));

@@ -4,11 +4,12 @@
 
 #include <arm_neon.h>
 
-#define KERNELS      kernels_neon
-#define KERNELS_NAME "neon"
-#define LANES        4
-#define TILE_ROWS    8
-#define WIDE_ROWS    4
+#define KERNELS       kernels_neon
+#define KERNELS_NAME  "neon"
+#define LANES         4
+#define PANEL_VECTORS 4
+#define TILE_ROWS     6
+#define TILE_MOST     12
 
 typedef float vector_f32 __attribute__((vector_size(16)));
 typedef int32_t vector_i32 __attribute__((vector_size(16)));

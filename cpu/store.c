@@ -102,11 +102,13 @@ struct dense_page store_dense(const struct backend *backend, size_t layer, size_
 {
     const struct geometry *geometry = backend->geometry;
     size_t bytes = dense_page_bytes(geometry);
+    size_t length = geometry->policy.page_tokens;
     unsigned char *page =
         backend->dense +
         ((layer * geometry->kv_heads + kv_head) * backend->dense_slots + slot) * bytes;
 
-    return (struct dense_page){page, page + bytes / 2};
+    return (struct dense_page){{page, geometry->head_dim, length},
+                               {page + bytes / 2, length, geometry->head_dim}};
 }
 
 struct factor_page store_factors(const struct backend *backend, size_t layer, size_t kv_head,
@@ -120,15 +122,24 @@ struct factor_page store_factors(const struct backend *backend, size_t layer, si
     return page;
 }
 
+/* Rows of one KV head's blocks: an item's last one may be odd, and then takes one row more. */
+static size_t block_rows(const struct backend_plan *plan)
+{
+    return plan->rows + plan->n_items;
+}
+
 struct dense_page store_block(const struct backend *backend, const struct backend_item *item,
                               size_t kv_head, size_t block)
 {
     const struct geometry *geometry = backend->geometry;
     const struct cpu_step *step = &backend->step;
-    size_t row = kv_head * step->plan.rows + item->first_row + block * BLOCK_TOKENS;
+    size_t row = kv_head * block_rows(&step->plan) + item->first_row +
+                 (size_t)(item - step->plan.items) + block * BLOCK_TOKENS;
     size_t offset = row * geometry->head_dim * geometry->element_bytes;
+    size_t tokens = cpu_block_tokens(item, block);
 
-    return (struct dense_page){step->new_k + offset, step->new_v + offset};
+    return (struct dense_page){{step->new_k + offset, geometry->head_dim, tokens},
+                               {step->new_v + offset, tokens, geometry->head_dim}};
 }
 
 /* ---- Steps ---- */
@@ -164,7 +175,7 @@ pkv_status store_step_begin(struct backend *backend)
     step->jobs =
         memory_allocate(backend->memory, step->n_dense + step->n_factor, sizeof *step->jobs);
     /* Two rows more make room for KERNELS_PAD elements: d is at least 8. */
-    if (!__builtin_mul_overflow(step->plan.rows, geometry->kv_heads, &elements) &&
+    if (!__builtin_mul_overflow(block_rows(&step->plan), geometry->kv_heads, &elements) &&
         !__builtin_add_overflow(elements, 2, &elements) &&
         !__builtin_mul_overflow(elements, geometry->head_dim, &elements)) {
         step->new_k = memory_allocate(backend->memory, elements, geometry->element_bytes);
@@ -214,7 +225,6 @@ static bool round_block(const struct backend *backend, const struct attention_un
 {
     const struct geometry *geometry = backend->geometry;
     const size_t d = geometry->head_dim;
-    const size_t size = geometry->element_bytes;
     struct dense_page block = store_block(backend, unit->item, head, unit->block);
     size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
     bool good = true;
@@ -224,10 +234,12 @@ static bool round_block(const struct backend *backend, const struct attention_un
 
         round_row(backend, &io->k, first + t, head, row);
         good = elements_finite(geometry->dtype, d, row) && good;
-        elements_copy(size, d, row, 1, block.k + t * size, unit->tokens);
-        round_row(backend, &io->v, first + t, head, block.v + t * d * size);
-        good = elements_finite(geometry->dtype, d, block.v + t * d * size) && good;
+        elements_put_column(backend, block.k, t, row);
+        round_row(backend, &io->v, first + t, head, row);
+        good = elements_finite(geometry->dtype, d, row) && good;
+        elements_put_row(backend, block.v, t, row);
     }
+    elements_end_rows(backend, block.v, unit->tokens);
     return good;
 }
 
@@ -321,20 +333,9 @@ pkv_status store_round(struct backend *backend, size_t layer, const pkv_step_io 
 
 /* ---- Dense pages ---- */
 
-/* Tokens first .. first + n - 1 of a matrix [d, from_ld] to column `at` of one [d, to_ld]. */
-static void copy_columns(const struct geometry *geometry, const unsigned char *from, size_t from_ld,
-                         size_t first, size_t n, unsigned char *to, size_t to_ld, size_t at)
-{
-    const size_t size = geometry->element_bytes;
-
-    for (size_t i = 0; i < geometry->head_dim; i++)
-        memcpy(to + (i * to_ld + at) * size, from + (i * from_ld + first) * size, n * size);
-}
-
 /* Where the next stretch of a job's new tokens lies: they may begin and end within blocks. */
 struct stretch {
     struct dense_page block;
-    size_t block_tokens;
     size_t first; /* in the block */
     size_t tokens;
 };
@@ -347,34 +348,35 @@ static struct stretch stretch_at(const struct backend *backend, const struct pag
     struct stretch stretch;
 
     stretch.block = store_block(backend, job->item, head, block);
-    stretch.block_tokens = cpu_block_tokens(job->item, block);
     stretch.first = token % BLOCK_TOKENS;
-    stretch.tokens = cpu_min(job->change->new_tokens - done, stretch.block_tokens - stretch.first);
+    stretch.tokens =
+        cpu_min(job->change->new_tokens - done, cpu_block_tokens(job->item, block) - stretch.first);
     return stretch;
 }
 
 static void append(const struct backend *backend, size_t layer, size_t head,
                    const struct page_job *job)
 {
-    const struct geometry *geometry = backend->geometry;
     const struct page_change *change = job->change;
-    const size_t length = geometry->policy.page_tokens;
-    const size_t row_bytes = geometry->head_dim * geometry->element_bytes;
     struct dense_page to = store_dense(backend, layer, head, change->to.slot);
     size_t at = change->cached_tokens;
     struct stretch s;
 
-    if (at > 0 && change->from.slot != change->to.slot) {
-        struct dense_page from = store_dense(backend, layer, head, change->from.slot);
-
-        copy_columns(geometry, from.k, length, 0, at, to.k, length, 0);
-        memcpy(to.v, from.v, at * row_bytes);
-    }
-    for (size_t done = 0; done < change->new_tokens; done += s.tokens, at += s.tokens) {
+    if (at > 0 && change->from.slot != change->to.slot)
+        memcpy(to.k.data, store_dense(backend, layer, head, change->from.slot).k.data,
+               dense_page_bytes(backend->geometry));
+    for (size_t done = 0; done < change->new_tokens; done += s.tokens) {
         s = stretch_at(backend, job, head, done);
-        copy_columns(geometry, s.block.k, s.block_tokens, s.first, s.tokens, to.k, length, at);
-        memcpy(to.v + at * row_bytes, s.block.v + s.first * row_bytes, s.tokens * row_bytes);
+        for (size_t t = s.first; t < s.first + s.tokens; t++, at++) {
+            uint32_t row[MAX_HEAD_DIM];
+
+            elements_get_column(backend, s.block.k, t, row);
+            elements_put_column(backend, to.k, at, row);
+            elements_get_row(backend, s.block.v, t, row);
+            elements_put_row(backend, to.v, at, row);
+        }
     }
+    elements_end_rows(backend, to.v, at);
 }
 
 void store_append(struct backend *backend, size_t layer)
@@ -396,31 +398,23 @@ void store_gather(const struct backend *backend, size_t layer, size_t kv_head,
 {
     const struct geometry *geometry = backend->geometry;
     const struct page_change *change = job->change;
-    kernel_to_f32 *to_f32 = backend->kernels->to_f32[geometry->dtype];
-    const size_t size = geometry->element_bytes;
-    const size_t d = geometry->head_dim;
     const size_t length = geometry->policy.page_tokens;
+    struct stretch s = {.tokens = change->cached_tokens};
+    uint32_t row[MAX_HEAD_DIM];
     float x[MAX_HEAD_DIM];
-    struct stretch s = {.tokens = change->cached_tokens, .block_tokens = length};
-    size_t at = 0;
 
     if (s.tokens > 0)
         s.block = store_dense(backend, layer, kv_head, change->from.slot);
-    for (;;) {
-        if (is_key) {
-            for (size_t i = 0; s.tokens > 0 && i < d; i++) {
-                to_f32(s.tokens, s.block.k + (i * s.block_tokens + s.first) * size, x);
-                for (size_t t = 0; t < s.tokens; t++)
-                    transposed[i * length + at + t] = x[t];
-            }
-        } else {
-            for (size_t t = 0; t < s.tokens; t++) {
-                to_f32(d, s.block.v + (s.first + t) * d * size, x);
-                for (size_t i = 0; i < d; i++)
-                    transposed[i * length + at + t] = x[i];
-            }
+    for (size_t at = 0;;) {
+        for (size_t t = s.first; t < s.first + s.tokens; t++, at++) {
+            if (is_key)
+                elements_get_column(backend, s.block.k, t, row);
+            else
+                elements_get_row(backend, s.block.v, t, row);
+            backend->kernels->to_f32[geometry->dtype](geometry->head_dim, row, x);
+            for (size_t i = 0; i < geometry->head_dim; i++)
+                transposed[i * length + at] = x[i];
         }
-        at += s.tokens;
         if (at == length)
             return;
         s = stretch_at(backend, job, kv_head, at - change->cached_tokens);
@@ -454,13 +448,14 @@ static float largest(pkv_dtype dtype)
  */
 static void rebuild_matrix(const struct backend *backend, const struct codec *codec, size_t rows,
                            size_t k, size_t n, enum page_part a, enum page_part b,
-                           const unsigned char *page, unsigned char *c)
+                           const unsigned char *page, struct matrix c)
 {
     const struct geometry *geometry = backend->geometry;
     const float limit = largest(geometry->dtype);
     float x[MAX_PAGE_TOKENS];
     float y[MAX_HEAD_DIM];
     float sum[MAX_HEAD_DIM];
+    uint32_t row[MAX_HEAD_DIM];
 
     for (size_t i = 0; i < rows; i++) {
         codec->row(backend, a, k, page, i, x);
@@ -473,7 +468,8 @@ static void rebuild_matrix(const struct backend *backend, const struct codec *co
         }
         for (size_t j = 0; j < n; j++)
             sum[j] = fminf(fmaxf(sum[j], -limit), limit);
-        backend->kernels->from_f32[geometry->dtype](n, sum, c + i * n * geometry->element_bytes);
+        backend->kernels->from_f32[geometry->dtype](n, sum, row);
+        elements_put_row(backend, c, i, row);
     }
 }
 
@@ -503,17 +499,19 @@ void store_read(const struct backend *backend, struct page page, size_t layer, s
                 size_t tokens, enum page_part part, void *out)
 {
     const struct geometry *geometry = backend->geometry;
-    const size_t size = geometry->element_bytes;
-    const size_t d = geometry->head_dim;
-    struct dense_page dense;
+    const size_t row_bytes = geometry->head_dim * geometry->element_bytes;
     struct factor_page factors;
 
     if (page.kind == SLOT_DENSE) {
-        dense = store_dense(backend, layer, kv_head, page.slot);
-        if (part == PART_K)
-            elements_transpose(size, d, tokens, geometry->policy.page_tokens, dense.k, out);
-        else
-            memcpy(out, dense.v, tokens * d * size);
+        struct dense_page dense = store_dense(backend, layer, kv_head, page.slot);
+        char *to = out;
+
+        for (size_t t = 0; t < tokens; t++, to += row_bytes) {
+            if (part == PART_K)
+                elements_get_column(backend, dense.k, t, to);
+            else
+                elements_get_row(backend, dense.v, t, to);
+        }
         return;
     }
     factors = store_factors(backend, layer, kv_head, page.slot);

@@ -19,8 +19,8 @@
 
 /* The parts of one page of one layer and KV head. */
 struct dense_page {
-    unsigned char *k; /* K^T */
-    unsigned char *v;
+    struct matrix k; /* K^T */
+    struct matrix v;
 };
 
 struct factor_page {
