@@ -180,6 +180,15 @@ START_TEST(test_canonical_text)
         {"raw", "raw:page=32"},
         {"raw:page=8", "raw:page=8"},
         {"static", "static"},
+        {"puzzle:rope=pre", "puzzle:page=32,rk=16,rv=14,sink=1,window=1,factors=native,rope=pre"},
+        {"int4", "int4:page=32,sink=1,window=1"},
+        {"int3:window=0", "int3:page=32,sink=1,window=0"},
+        {"global-svd", "global-svd:page=32,sink=1,window=1,ratio=0.6"},
+        {"global-svd:ratio=0.123456789012345678",
+         "global-svd:page=32,sink=1,window=1,ratio=0.12345678901234568"},
+        {"streaming", "streaming:sink=4,ratio=0.6"},
+        {"streaming:recent=100", "streaming:sink=4,recent=100"},
+        {"kivi:bits=4", "kivi:bits=4,group=32,residual=128"},
     };
 
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -254,7 +263,13 @@ START_TEST(test_refusals)
         {"puzzle:sink=1000001", "is not a whole number from 0 to 1000000"},
         {"puzzle:window=-1", "is not a whole number"},
         {"puzzle:factors=int4", "\"int4\" is not known; there is: native"},
-        {"puzzle:rope=pre", "\"pre\" is not known; there is: post"},
+        {"puzzle:rope=mid", "\"mid\" is not known; there is: post|pre"},
+        {"global-svd:ratio=0", "leaves nothing"},
+        {"streaming:recent=5,ratio=0.5", "recent and ratio both set the budget"},
+        {"streaming:recent=0", "is not a whole number from 1"},
+        {"kivi:bits=3", "\"3\" is not known; there is: 2|4"},
+        {"kivi:group=24", "residual=128 is not a multiple of group=24"},
+        {"int4:rk=3", "unknown key \"rk\"; int4 has: page, sink, window"},
     };
     char deep[3 * KV_SPEC_FILE_BYTES] = "puzzle:";
     struct kv_spec spec;

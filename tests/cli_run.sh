@@ -28,9 +28,9 @@ sed -n '/^Policies/,$p' "$work/help" | sed 1,2d > "$work/help_policies"
 {
     sed -nE 's/^  ([a-z0-9-]+) .*/\1/p' "$work/help_policies"
     sed -nE 's/^    //p' "$work/help_policies" | tr ',' '\n' | sed -nE 's/^ *([a-z]+)=.*/\1/p'
-} | sort > "$work/help_names"
+} | sort -u > "$work/help_names"
 sed -n '/^\.Sh CACHE POLICIES/,/^\.Sh JSON/p' "$source/man/puzzlekv-run.1" |
-    sed -nE 's/^\.It Cm ([a-z0-9-]+)( Ns .*)?$/\1/p' | sort > "$work/man_names"
+    sed -n 's/^\.It Cm //p' | sed 's/ , Cm /\n/g' | sed 's/ .*//' | sort -u > "$work/man_names"
 grep -q '^static$' "$work/help_names" || fail '--help: no policy static'
 diff "$work/help_names" "$work/man_names" || fail '--help and the manual list other policies'
 

@@ -94,9 +94,14 @@ static void seed_tokenizers(void)
 
 static void seed_kv_specs(void)
 {
-    static const char *const specs[] = {
-        "puzzle", "raw:page=64", "puzzle:page=32,rk=16,rv=14,sink=1,window=1",
-        "puzzle:ratio=0.586,factors=native,rope=post", "h2o:heavy=0.3,recent=0.3"};
+    static const char *const specs[] = {"puzzle",
+                                        "raw:page=64",
+                                        "puzzle:page=32,rk=16,rv=14,sink=1,window=1",
+                                        "puzzle:ratio=0.586,factors=native,rope=post",
+                                        "h2o:heavy=0.3,recent=0.3",
+                                        "global-svd:page=64,ratio=0.7",
+                                        "streaming:sink=4,recent=100",
+                                        "kivi:bits=4,residual=64"};
 
     for (size_t i = 0; i < sizeof specs / sizeof specs[0]; i++)
         seed_text("kv_spec", specs[i]);

@@ -87,8 +87,8 @@ bool dense_rows_append(struct dense_rows *rows, const struct kv_layer *io, size_
     return true;
 }
 
-bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t cached,
-                       struct error *error)
+bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t first,
+                       size_t cached, struct error *error)
 {
     size_t heads = rows->model->kv_heads;
     struct dense_attention attention = {.model = rows->model,
@@ -109,9 +109,9 @@ bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io,
     if (!done)
         error_set(error, "out of memory for attention");
     for (size_t h = 0; h < heads && done; h++) {
-        k[h] = dense_rows_k(rows, io->layer, h);
-        v[h] = dense_rows_v(rows, io->layer, h);
-        counts[h] = cached + io->count;
+        k[h] = dense_rows_k(rows, io->layer, h) + first * rows->model->head_dim;
+        v[h] = dense_rows_v(rows, io->layer, h) + first * rows->model->head_dim;
+        counts[h] = cached - first + io->count;
     }
     attention.k = k;
     attention.v = v;

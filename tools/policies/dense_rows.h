@@ -34,9 +34,9 @@ float *dense_rows_v(const struct dense_rows *rows, size_t layer, size_t kv_head)
 bool dense_rows_append(struct dense_rows *rows, const struct kv_layer *io, size_t at,
                        struct error *error);
 
-/* Attends the first `cached` rows and the new ones right behind them, which have been appended, if
- * the layer's out is wanted. */
-bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t cached,
-                       struct error *error);
+/* Attends the rows from `first` to below `cached` and the new ones, which have been appended at
+ * `cached`, if the layer's out is wanted. */
+bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t first,
+                       size_t cached, struct error *error);
 
 #endif

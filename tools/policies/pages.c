@@ -21,14 +21,14 @@ static const struct policy_key puzzle_keys[] = {
     [SINK] = {.name = "sink", .preset = "1", .most = MAX_PAGES},
     [WINDOW] = {.name = "window", .preset = "1", .most = MAX_PAGES},
     [FACTORS] = {.name = "factors", .kind = POLICY_CHOICE, .preset = "native", .choices = "native"},
-    [ROPE] = {.name = "rope", .kind = POLICY_CHOICE, .preset = "post", .choices = "post"},
+    [ROPE] = {.name = "rope", .kind = POLICY_CHOICE, .preset = "post", .choices = "post|pre"},
 };
 
 static const struct policy_key raw_keys[] = {
     [PAGE] = {.name = "page", .preset = "32", .least = 8, .most = 256, .multiple = 8},
 };
 
-static bool check_puzzle(const struct kv_spec *spec, const char *text, struct error *error)
+static bool check_puzzle(struct kv_spec *spec, const char *text, struct error *error)
 {
     const struct kv_value *v = spec->values;
 
@@ -131,10 +131,10 @@ pkv_seq *pages_sequence(struct kv_store *store)
     return from_store(store)->seq;
 }
 
-static bool check(const struct pages *pages, pkv_status status, struct error *error)
+bool pages_check(const pkv_cache *cache, pkv_status status, struct error *error)
 {
-    return status == PKV_OK || error_set(error, "KV cache: %s: %s", pkv_strerror(status),
-                                         pkv_cache_message(pages->cache));
+    return status == PKV_OK ||
+           error_set(error, "KV cache: %s: %s", pkv_strerror(status), pkv_cache_message(cache));
 }
 
 static void close_pages(struct kv_store *store)
@@ -148,7 +148,7 @@ static bool begin(struct kv_store *store, size_t count, struct error *error)
     struct pages *pages = from_store(store);
     const pkv_step_item item = {pages->seq, count};
 
-    return check(pages, pkv_step_begin(pages->cache, &item, 1, &pages->step), error);
+    return pages_check(pages->cache, pkv_step_begin(pages->cache, &item, 1, &pages->step), error);
 }
 
 static bool layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
@@ -160,14 +160,14 @@ static bool layer(struct kv_store *store, const struct kv_layer *io, struct erro
                               .v = {io->v, PKV_F32, 0, 0},
                               .out = {io->out, PKV_F32, 0, 0}};
 
-    return check(pages, pkv_step_layer(pages->step, io->layer, &step), error);
+    return pages_check(pages->cache, pkv_step_layer(pages->step, io->layer, &step), error);
 }
 
 static bool end(struct kv_store *store, struct error *error)
 {
     struct pages *pages = from_store(store);
 
-    if (!check(pages, pkv_step_end(pages->step), error))
+    if (!pages_check(pages->cache, pkv_step_end(pages->step), error))
         return false;
     pages->step = NULL;
     return true;
@@ -181,25 +181,30 @@ static void abort_step(struct kv_store *store)
     pages->step = NULL;
 }
 
-/* To keep a factorized page in part would change it. */
-static bool rewind_to(struct kv_store *store, size_t *tokens, struct error *error)
+bool pages_cut(pkv_cache *cache, pkv_seq *seq, size_t page_tokens, size_t *tokens,
+               struct error *error)
 {
-    struct pages *pages = from_store(store);
     pkv_page_info page = {.struct_size = sizeof page};
 
-    if (!check(pages, pkv_seq_page(pages->seq, *tokens / pages->page_tokens, &page), error))
+    if (!pages_check(cache, pkv_seq_page(seq, *tokens / page_tokens, &page), error))
         return false;
     if (page.state == PKV_PAGE_FACTORIZED)
         *tokens = page.first_token;
-    return check(pages, pkv_seq_truncate(pages->seq, *tokens), error);
+    return pages_check(cache, pkv_seq_truncate(seq, *tokens), error);
 }
 
-static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct error *error)
+static bool rewind_to(struct kv_store *store, size_t *tokens, struct error *error)
 {
     struct pages *pages = from_store(store);
+
+    return pages_cut(pages->cache, pages->seq, pages->page_tokens, tokens, error);
+}
+
+bool pages_stats(pkv_cache *cache, struct kv_stats *stats, struct error *error)
+{
     pkv_stats from = {.struct_size = sizeof from};
 
-    if (!check(pages, pkv_cache_stats(pages->cache, &from), error))
+    if (!pages_check(cache, pkv_cache_stats(cache, &from), error))
         return false;
     stats->payload_bytes = from.payload_bytes;
     stats->reserved_bytes = from.reserved_bytes;
@@ -209,6 +214,11 @@ static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct er
     for (int state = 0; state < PKV_PAGE_STATES; state++)
         stats->pages[state] = from.pages[state];
     return true;
+}
+
+static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct error *error)
+{
+    return pages_stats(from_store(store)->cache, stats, error);
 }
 
 static const struct kv_store_operations operations = {
@@ -221,41 +231,48 @@ static const struct kv_store_operations operations = {
     .stats = read_stats,
 };
 
-static bool open_pages(const struct kv_spec *spec, const struct kv_store_options *options,
-                       struct kv_store **store, struct error *error)
+bool pages_open_cache(const struct kv_spec *spec, const struct kv_store_options *options,
+                      pkv_cache **cache, pkv_seq **seq, struct error *error)
 {
-    struct pages *pages = calloc(1, sizeof *pages);
     char message[PKV_MESSAGE_BYTES];
     pkv_config config;
     pkv_status status;
 
-    if (pages == NULL)
-        return error_set(error, "out of memory for the cache");
-    pages->store.operations = &operations;
-    pages->page_tokens = kv_spec_count(spec, PAGE);
     pages_configure(spec, options->model, &config);
     config.dtype = options->dtype;
     config.max_tokens = options->max_tokens;
     config.max_step_tokens = options->max_step_tokens;
     config.threads = options->threads;
-    status = pkv_cache_open(&config, &pages->cache, message);
-    if (status != PKV_OK) {
-        error_set(error, "the cache: %s%s", message,
-                  status == PKV_ERROR_MEMORY ? "; --ctx sets for how many tokens" : "");
-        goto fail;
+    status = pkv_cache_open(&config, cache, message);
+    if (status != PKV_OK)
+        return error_set(error, "the cache: %s%s", message,
+                         status == PKV_ERROR_MEMORY ? "; --ctx sets for how many tokens" : "");
+    return pages_check(*cache, pkv_seq_open(*cache, seq), error);
+}
+
+static bool open_pages(const struct kv_spec *spec, const struct kv_store_options *options,
+                       struct kv_store **store, struct error *error)
+{
+    struct pages *pages;
+
+    if (spec->policy == &policy_puzzle && kv_spec_count(spec, ROPE) == 1)
+        return puzzle_pre_open(spec, options, store, error);
+    pages = calloc(1, sizeof *pages);
+    if (pages == NULL)
+        return error_set(error, "out of memory for the cache");
+    pages->store.operations = &operations;
+    pages->page_tokens = kv_spec_count(spec, PAGE);
+    if (!pages_open_cache(spec, options, &pages->cache, &pages->seq, error)) {
+        close_pages(&pages->store);
+        return false;
     }
-    if (!check(pages, pkv_seq_open(pages->cache, &pages->seq), error))
-        goto fail;
     *store = &pages->store;
     return true;
-fail:
-    close_pages(&pages->store);
-    return false;
 }
 
 const struct policy policy_puzzle = {
     .name = "puzzle",
-    .summary = "pages, old ones as low-rank factors; ratio stands for rk and rv",
+    .summary = "pages, old ones as low-rank factors; ratio for rk and rv",
     .keys = puzzle_keys,
     .key_count = sizeof puzzle_keys / sizeof *puzzle_keys,
     .check = check_puzzle,

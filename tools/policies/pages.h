@@ -11,8 +11,26 @@
  * is resolved. */
 void pages_configure(const struct kv_spec *spec, const struct model *model, pkv_config *config);
 
-/* The cache of such a store, and its one sequence. */
+/* Opens libpuzzlekv's cache for it, with one sequence. */
+bool pages_open_cache(const struct kv_spec *spec, const struct kv_store_options *options,
+                      pkv_cache **cache, pkv_seq **seq, struct error *error);
+
+/* False, with the library's words for it, unless the status is PKV_OK. */
+bool pages_check(const pkv_cache *cache, pkv_status status, struct error *error);
+
+/* The number of tokens, at most `tokens`, that the sequence can be cut to without changing them: to
+ * keep a factorized page in part would. */
+bool pages_cut(pkv_cache *cache, pkv_seq *seq, size_t page_tokens, size_t *tokens,
+               struct error *error);
+
+bool pages_stats(pkv_cache *cache, struct kv_stats *stats, struct error *error);
+
+/* The cache of a store of these policies, and its one sequence; not with rope=pre. */
 pkv_cache *pages_cache(struct kv_store *store);
 pkv_seq *pages_sequence(struct kv_store *store);
+
+/* puzzle_pre.c: as the policy's `open`, for puzzle:rope=pre. */
+bool puzzle_pre_open(const struct kv_spec *spec, const struct kv_store_options *options,
+                     struct kv_store **store, struct error *error);
 
 #endif

@@ -5,9 +5,8 @@
 #include <stdlib.h>
 
 const struct policy *const policies[] = {
-    &policy_puzzle,
-    &policy_raw,
-    &policy_static,
+    &policy_puzzle, &policy_raw,        &policy_static,    &policy_int4,
+    &policy_int3,   &policy_global_svd, &policy_streaming, &policy_kivi,
 };
 
 const size_t policy_count = sizeof policies / sizeof *policies;
@@ -104,4 +103,14 @@ bool kv_store_stats(struct kv_store *store, struct kv_stats *stats, struct error
         .tokens = store->tokens,
         .raw_bytes = policy_raw_bytes(store->options.model, store->options.dtype, store->tokens)};
     return store->operations->stats(store, stats, error);
+}
+
+size_t kv_store_retained(const struct kv_store *store, size_t layer, size_t kv_head,
+                         size_t *positions)
+{
+    if (store->operations->retained != NULL)
+        return store->operations->retained(store, layer, kv_head, positions);
+    for (size_t i = 0; i < store->tokens; i++)
+        positions[i] = i;
+    return store->tokens;
 }

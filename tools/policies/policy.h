@@ -76,12 +76,10 @@ struct policy {
 
     /* The policy's prompt is not attended exactly: it takes no part in a shared first step. */
     bool own_prefill;
-    /* It reads these members of struct kv_layer, which are NULL if no store of a step does. */
-    bool reads_hidden, reads_plain_k;
 
-    /* NULL, or checks what the keys' own ranges cannot; `text` is the spec, for messages, which
-     * begin with "--kv TEXT: ". */
-    bool (*check)(const struct kv_spec *spec, const char *text, struct error *error);
+    /* NULL, or checks what the keys' own ranges cannot, and drops defaults for which a typed key
+     * stands; `text` is the spec, for messages, which begin with "--kv TEXT: ". */
+    bool (*check)(struct kv_spec *spec, const char *text, struct error *error);
     /* NULL, or fits the spec to a model: sets values that follow from its geometry. Fails, and says
      * why, with a geometry that it cannot serve. Reads no weights. */
     bool (*resolve)(struct kv_spec *spec, const struct model *model, struct error *error);
@@ -94,7 +92,8 @@ struct policy {
                  struct kv_store **store, struct error *error);
 };
 
-extern const struct policy policy_puzzle, policy_raw, policy_static;
+extern const struct policy policy_puzzle, policy_raw, policy_static, policy_int4, policy_int3,
+    policy_global_svd, policy_streaming, policy_kivi;
 
 /* All of them, in the order in which they are listed. */
 extern const struct policy *const policies[];
@@ -128,6 +127,9 @@ struct kv_stats {
 
 /* What a store implements. */
 struct kv_store_operations {
+    /* It reads these members of struct kv_layer, which may be NULL where no store does. */
+    bool reads_hidden, reads_plain_k;
+
     void (*close)(struct kv_store *store);
     /* NULL: there is nothing to do. `count` is within the store's capacity. */
     bool (*begin)(struct kv_store *store, size_t count, struct error *error);
@@ -141,6 +143,9 @@ struct kv_store_operations {
     bool (*rewind)(struct kv_store *store, size_t *tokens, struct error *error);
     /* Fills payload_bytes and what else is not 0 but tokens and raw_bytes, which are filled. */
     bool (*stats)(struct kv_store *store, struct kv_stats *stats, struct error *error);
+    /* NULL: it keeps every token. As kv_store_retained(). */
+    size_t (*retained)(const struct kv_store *store, size_t layer, size_t kv_head,
+                       size_t *positions);
 };
 
 /* One calling thread at a time. The same input gives the same bits for any number of threads. */
@@ -177,6 +182,11 @@ bool kv_store_rewind(struct kv_store *store, size_t tokens, struct error *error)
 size_t kv_store_tokens(const struct kv_store *store);
 
 bool kv_store_stats(struct kv_store *store, struct kv_stats *stats, struct error *error);
+
+/* The positions, ascending, of the tokens that one head of a layer has not evicted, in
+ * positions[kv_store_tokens()]. Returns how many there are. No step is open. */
+size_t kv_store_retained(const struct kv_store *store, size_t layer, size_t kv_head,
+                         size_t *positions);
 
 /* ---- What policies share --------------------------------------------------------------------- */
 

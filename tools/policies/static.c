@@ -30,7 +30,7 @@ static bool layer(struct kv_store *store, const struct kv_layer *io, struct erro
     struct dense_rows *rows = &from_store(store)->rows;
 
     return dense_rows_append(rows, io, store->tokens, error) &&
-           dense_rows_attend(rows, io, store->tokens, error);
+           dense_rows_attend(rows, io, 0, store->tokens, error);
 }
 
 static bool rewind_to(struct kv_store *store, size_t *tokens, struct error *error)

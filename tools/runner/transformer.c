@@ -312,8 +312,8 @@ bool transformer_step_shared(struct transformer *t, struct kv_store *const *stor
                              (long)tokens[i], m->vocabulary);
     }
     for (size_t i = 0; i < store_count; i++) {
-        plain_k = plain_k || stores[i]->policy->reads_plain_k;
-        hidden = hidden || stores[i]->policy->reads_hidden;
+        plain_k = plain_k || stores[i]->operations->reads_plain_k;
+        hidden = hidden || stores[i]->operations->reads_hidden;
     }
     if (!reserve(t, count, plain_k, hidden, error))
         return false;

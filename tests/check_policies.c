@@ -1,0 +1,965 @@
+/* SPDX-License-Identifier: MIT */
+/* tools/policies: what every policy owes, then each one against its equations. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "numeric.h"
+#include "policies/dense_attention.h"
+#include "policies/low_rank.h"
+#include "policies/policy.h"
+#include "policies/rounding.h"
+#include "rope.h"
+#include "tests.h"
+
+#define LAYERS      2
+#define QUERY_HEADS 4
+#define KV_HEADS    2
+#define DIM         16
+#define GROUP       (QUERY_HEADS / KV_HEADS)
+#define MAX_TOKENS  400
+#define HIDDEN      8
+
+/* Small pages and groups, so that few tokens go through every state. */
+static const char *const specs[] = {
+    "raw:page=8",
+    "puzzle:page=8,rk=5,rv=3",
+    "puzzle:page=8,rk=5,rv=3,rope=pre",
+    "static",
+    "int4:page=8",
+    "int3:page=8,sink=2,window=0",
+    "global-svd:page=8",
+    "global-svd:page=8,ratio=0.3,sink=0,window=3",
+    "streaming",
+    "streaming:sink=2,recent=9",
+    "kivi:group=8,residual=16",
+    "kivi:bits=4,group=16,residual=32",
+};
+#define SPECS ((int)(sizeof specs / sizeof *specs))
+
+/* ---- A sequence of random tokens, and a store that takes them -------------------------------- */
+
+struct sequence {
+    /* Of every token: [MAX_TOKENS, heads, DIM]. */
+    float *plain_q[LAYERS], *plain_k[LAYERS], *q[LAYERS], *k[LAYERS], *v[LAYERS];
+    float *hidden[LAYERS];
+};
+
+struct setup {
+    struct model model;
+    float frequencies[DIM / 2];
+    struct kv_spec spec;
+    struct kv_store *store;
+    struct sequence sequence;
+    float *out[LAYERS]; /* [MAX_TOKENS, QUERY_HEADS, DIM], of the tokens fed */
+};
+
+static void rotate_heads(const struct model *model, const float *from, float *to, size_t heads,
+                         size_t position)
+{
+    float cosine[DIM / 2], sine[DIM / 2];
+
+    rope_angles(model, position, cosine, sine);
+    memcpy(to, from, heads * DIM * sizeof *to);
+    for (size_t h = 0; h < heads; h++)
+        rope_rotate(model, to + h * DIM, cosine, sine);
+}
+
+static float *random_rows(size_t width, float scale)
+{
+    float *rows = tests_allocate(MAX_TOKENS * width, sizeof *rows);
+
+    for (size_t i = 0; i < MAX_TOKENS * width; i++)
+        rows[i] = scale * tests_random_float();
+    return rows;
+}
+
+static void turn_sequence(struct setup *s)
+{
+    struct sequence *q = &s->sequence;
+
+    for (size_t l = 0; l < LAYERS; l++) {
+        for (size_t t = 0; t < MAX_TOKENS; t++) {
+            size_t query = t * QUERY_HEADS * DIM, kv = t * KV_HEADS * DIM;
+
+            rotate_heads(&s->model, q->plain_q[l] + query, q->q[l] + query, QUERY_HEADS, t);
+            rotate_heads(&s->model, q->plain_k[l] + kv, q->k[l] + kv, KV_HEADS, t);
+        }
+    }
+}
+
+static void open_store(struct setup *s, const char *spec, pkv_dtype dtype, unsigned threads)
+{
+    const struct kv_store_options options = {
+        .model = &s->model, .dtype = dtype, .max_tokens = MAX_TOKENS, .threads = threads};
+    struct error error;
+
+    ck_assert_msg(kv_spec_parse(spec, &s->spec, &error) &&
+                      kv_spec_resolve(&s->spec, &s->model, &error) &&
+                      kv_store_open(&s->spec, &options, &s->store, &error),
+                  "%s: %s", spec, error.text);
+}
+
+/* The same sequence every time. */
+static void open_setup(struct setup *s, const char *spec, pkv_dtype dtype, unsigned threads)
+{
+    s->model = (struct model){.layer_count = LAYERS,
+                              .hidden = HIDDEN,
+                              .query_heads = QUERY_HEADS,
+                              .kv_heads = KV_HEADS,
+                              .head_dim = DIM,
+                              .rope_magnitude = 1,
+                              .rope_inverse_frequencies = s->frequencies};
+    for (size_t i = 0; i < DIM / 2; i++)
+        s->frequencies[i] = powf(100, -(float)i / (DIM / 2));
+    tests_seed(7);
+    for (size_t l = 0; l < LAYERS; l++) {
+        s->sequence.plain_q[l] = random_rows(QUERY_HEADS * DIM, 3);
+        s->sequence.plain_k[l] = random_rows(KV_HEADS * DIM, 2);
+        s->sequence.v[l] = random_rows(KV_HEADS * DIM, 1);
+        s->sequence.hidden[l] = random_rows(HIDDEN, 1);
+        s->sequence.q[l] = tests_allocate(MAX_TOKENS * QUERY_HEADS * DIM, sizeof(float));
+        s->sequence.k[l] = tests_allocate(MAX_TOKENS * KV_HEADS * DIM, sizeof(float));
+        s->out[l] = tests_allocate(MAX_TOKENS * QUERY_HEADS * DIM, sizeof(float));
+    }
+    turn_sequence(s);
+    open_store(s, spec, dtype, threads);
+}
+
+static void close_setup(struct setup *s)
+{
+    kv_store_close(s->store);
+    for (size_t l = 0; l < LAYERS; l++) {
+        free(s->sequence.plain_q[l]);
+        free(s->sequence.plain_k[l]);
+        free(s->sequence.q[l]);
+        free(s->sequence.k[l]);
+        free(s->sequence.v[l]);
+        free(s->sequence.hidden[l]);
+        free(s->out[l]);
+    }
+}
+
+static struct kv_layer layer_of(struct setup *s, size_t layer, size_t count, bool attend)
+{
+    const struct sequence *q = &s->sequence;
+    size_t t = kv_store_tokens(s->store), query = t * QUERY_HEADS * DIM, kv = t * KV_HEADS * DIM;
+
+    return (struct kv_layer){.layer = layer,
+                             .position = t,
+                             .count = count,
+                             .hidden = q->hidden[layer] + t * HIDDEN,
+                             .q = q->q[layer] + query,
+                             .plain_k = q->plain_k[layer] + kv,
+                             .k = q->k[layer] + kv,
+                             .v = q->v[layer] + kv,
+                             .out = attend ? s->out[layer] + query : NULL};
+}
+
+static void open_step(struct setup *s, size_t layers, size_t count, bool attend)
+{
+    struct error error;
+
+    ck_assert_msg(kv_store_begin(s->store, count, &error), "%s", error.text);
+    for (size_t l = 0; l < layers; l++) {
+        struct kv_layer io = layer_of(s, l, count, attend);
+
+        ck_assert_msg(kv_store_layer(s->store, &io, &error), "%s", error.text);
+    }
+}
+
+static void feed_as(struct setup *s, size_t count, bool attend)
+{
+    struct error error;
+
+    open_step(s, LAYERS, count, attend);
+    ck_assert_msg(kv_store_end(s->store, &error), "%s", error.text);
+}
+
+static void feed(struct setup *s, size_t count)
+{
+    feed_as(s, count, true);
+}
+
+/* Token by token up to `tokens`. */
+static void decode(struct setup *s, size_t tokens)
+{
+    while (kv_store_tokens(s->store) < tokens)
+        feed(s, 1);
+}
+
+static size_t stored_bytes(struct setup *s)
+{
+    struct kv_stats stats;
+    struct error error;
+
+    ck_assert_msg(kv_store_stats(s->store, &stats, &error), "%s", error.text);
+    ck_assert_uint_eq(stats.tokens, kv_store_tokens(s->store));
+    ck_assert_uint_eq(stats.raw_bytes,
+                      policy_raw_bytes(&s->model, s->store->options.dtype, stats.tokens));
+    return stats.payload_bytes;
+}
+
+static size_t closed_form(const struct setup *s, pkv_dtype dtype, size_t prompt, size_t tokens)
+{
+    const struct policy_size size = {&s->model, dtype, prompt, tokens};
+    struct error error;
+    size_t bytes;
+
+    ck_assert_msg(s->spec.policy->bytes(&s->spec, &size, &bytes, &error), "%s", error.text);
+    return bytes;
+}
+
+/* ---- Naive attention ------------------------------------------------------------------------- */
+
+/* The last `count` of `rows` rows are new; q, out [count, DIM] of one query head; mass may be NULL.
+ */
+static void attend_naively(const float *q, size_t q_stride, size_t count, const float *k,
+                           const float *v, size_t rows, double *out, double *mass)
+{
+    double *p = tests_allocate(rows, sizeof *p);
+
+    for (size_t i = 0; i < count; i++) {
+        size_t seen = rows - (count - 1 - i);
+        double sum = 0, largest = -INFINITY;
+
+        for (size_t t = 0; t < seen; t++) {
+            p[t] = 0;
+            for (size_t c = 0; c < DIM; c++)
+                p[t] += (double)q[i * q_stride + c] * k[t * DIM + c] / sqrt(DIM);
+            largest = fmax(largest, p[t]);
+        }
+        for (size_t t = 0; t < seen; t++)
+            sum += p[t] = exp(p[t] - largest);
+        for (size_t c = 0; c < DIM; c++) {
+            out[i * DIM + c] = 0;
+            for (size_t t = 0; t < seen; t++)
+                out[i * DIM + c] += p[t] / sum * v[t * DIM + c];
+        }
+        for (size_t t = 0; t < seen && mass != NULL; t++)
+            mass[t] += p[t] / sum;
+    }
+    free(p);
+}
+
+/* K and V as a store should read them: [LAYERS][KV_HEADS][MAX_TOKENS, DIM]. */
+struct expected {
+    float k[LAYERS][KV_HEADS][MAX_TOKENS * DIM], v[LAYERS][KV_HEADS][MAX_TOKENS * DIM];
+};
+
+static float stored(pkv_dtype dtype, float x)
+{
+    return dtype == PKV_F32   ? x
+           : dtype == PKV_F16 ? f16_to_f32(f16_from_f32(x))
+                              : bf16_to_f32(bf16_from_f32(x));
+}
+
+static struct expected *expect_dense(const struct setup *s, pkv_dtype dtype)
+{
+    struct expected *e = tests_allocate(1, sizeof *e);
+
+    for (size_t l = 0; l < LAYERS; l++) {
+        for (size_t h = 0; h < KV_HEADS; h++) {
+            for (size_t i = 0; i < MAX_TOKENS * DIM; i++) {
+                size_t from = (i / DIM * KV_HEADS + h) * DIM + i % DIM;
+
+                e->k[l][h][i] = stored(dtype, s->sequence.k[l][from]);
+                e->v[l][h][i] = stored(dtype, s->sequence.v[l][from]);
+            }
+        }
+    }
+    return e;
+}
+
+/* The last `count` tokens' outputs, which attended rows 0 .. tokens - 1 of `e`. */
+static double output_error(const struct setup *s, const struct expected *e, size_t tokens,
+                           size_t count)
+{
+    double *out = tests_allocate(count * DIM, sizeof *out), largest = 0;
+
+    for (size_t l = 0; l < LAYERS; l++) {
+        for (size_t g = 0; g < QUERY_HEADS; g++) {
+            size_t first = ((tokens - count) * QUERY_HEADS + g) * DIM;
+
+            attend_naively(s->sequence.q[l] + first, QUERY_HEADS * DIM, count, e->k[l][g / GROUP],
+                           e->v[l][g / GROUP], tokens, out, NULL);
+            for (size_t i = 0; i < count; i++) {
+                for (size_t c = 0; c < DIM; c++)
+                    largest = fmax(largest, fabs(s->out[l][first + i * QUERY_HEADS * DIM + c] -
+                                                 out[i * DIM + c]));
+            }
+        }
+    }
+    free(out);
+    return largest;
+}
+
+#define TOLERANCE 2e-5
+
+/* ---- Every policy ---------------------------------------------------------------------------- */
+
+START_TEST(test_prompt_is_attended_exactly)
+{
+    struct setup s;
+
+    open_setup(&s, specs[_i], PKV_F32, 2);
+    struct expected *e = expect_dense(&s, PKV_F32);
+
+    feed(&s, 203);
+    ck_assert_double_le(output_error(&s, e, 203, 203), TOLERANCE);
+    free(e);
+    close_setup(&s);
+}
+END_TEST
+
+START_TEST(test_bytes_are_the_closed_form)
+{
+    static const pkv_dtype dtypes[] = {PKV_F32, PKV_F16, PKV_BF16};
+    static const size_t prompts[] = {1, 7, 40, 131};
+
+    for (size_t i = 0; i < 3; i++) {
+        for (size_t j = 0; j < sizeof prompts / sizeof *prompts; j++) {
+            struct setup s;
+
+            open_setup(&s, specs[_i], dtypes[i], 1);
+            ck_assert_uint_eq(stored_bytes(&s), 0);
+            feed_as(&s, prompts[j], false);
+            for (size_t tokens = prompts[j]; tokens < prompts[j] + 45; tokens++) {
+                ck_assert_uint_eq(stored_bytes(&s), closed_form(&s, dtypes[i], prompts[j], tokens));
+                decode(&s, tokens + 1);
+            }
+            close_setup(&s);
+        }
+    }
+}
+END_TEST
+
+START_TEST(test_threads_change_nothing)
+{
+    struct setup one, three;
+
+    open_setup(&one, specs[_i], PKV_BF16, 1);
+    open_setup(&three, specs[_i], PKV_BF16, 3);
+    feed(&one, 150);
+    feed(&three, 150);
+    decode(&one, 190);
+    decode(&three, 190);
+    for (size_t l = 0; l < LAYERS; l++)
+        ck_assert_mem_eq(one.out[l], three.out[l], 190 * QUERY_HEADS * DIM * sizeof(float));
+    close_setup(&one);
+    close_setup(&three);
+}
+END_TEST
+
+/* Neither an aborted step nor one that only stores leaves a trace. */
+START_TEST(test_aborted_steps_leave_no_trace)
+{
+    struct setup plain, other;
+
+    open_setup(&plain, specs[_i], PKV_BF16, 1);
+    open_setup(&other, specs[_i], PKV_BF16, 1);
+    for (size_t layers = 0; layers <= LAYERS; layers++) {
+        open_step(&other, layers, 60, true);
+        kv_store_abort(other.store);
+        ck_assert_uint_eq(stored_bytes(&other), 0);
+    }
+    feed(&plain, 100);
+    feed_as(&other, 100, false);
+    for (size_t tokens = 100; tokens < 150; tokens++) {
+        size_t bytes = stored_bytes(&other);
+
+        open_step(&other, tokens % (LAYERS + 1), 20, true);
+        kv_store_abort(other.store);
+        ck_assert_uint_eq(stored_bytes(&other), bytes);
+        feed(&plain, 1);
+        feed(&other, 1);
+    }
+    for (size_t l = 0; l < LAYERS; l++)
+        ck_assert_mem_eq(plain.out[l] + 100 * QUERY_HEADS * DIM,
+                         other.out[l] + 100 * QUERY_HEADS * DIM,
+                         50 * QUERY_HEADS * DIM * sizeof(float));
+    close_setup(&plain);
+    close_setup(&other);
+}
+END_TEST
+
+/* After a rewind a store goes on from what it says it has kept; rewound to nothing it is new. */
+START_TEST(test_rewind)
+{
+    struct setup fresh, s;
+    struct error error;
+
+    open_setup(&fresh, specs[_i], PKV_BF16, 1);
+    open_setup(&s, specs[_i], PKV_BF16, 1);
+    feed(&s, 90);
+    decode(&s, 130);
+    ck_assert(kv_store_rewind(s.store, 200, &error));
+    ck_assert_uint_eq(kv_store_tokens(s.store), 130);
+    for (size_t tokens = 125; tokens > 60; tokens -= 13) {
+        ck_assert_msg(kv_store_rewind(s.store, tokens, &error), "%s", error.text);
+        ck_assert_uint_le(kv_store_tokens(s.store), tokens);
+        (void)stored_bytes(&s);
+        feed(&s, tokens + 5 - kv_store_tokens(s.store));
+        decode(&s, tokens + 10);
+    }
+    ck_assert(kv_store_rewind(s.store, 0, &error));
+    ck_assert_uint_eq(kv_store_tokens(s.store), 0);
+    ck_assert_uint_eq(stored_bytes(&s), 0);
+    feed(&fresh, 77);
+    feed(&s, 77);
+    decode(&fresh, 120);
+    decode(&s, 120);
+    ck_assert_uint_eq(stored_bytes(&s), stored_bytes(&fresh));
+    for (size_t l = 0; l < LAYERS; l++)
+        ck_assert_mem_eq(fresh.out[l], s.out[l], 120 * QUERY_HEADS * DIM * sizeof(float));
+    close_setup(&fresh);
+    close_setup(&s);
+}
+END_TEST
+
+START_TEST(test_what_does_not_fit_is_refused)
+{
+    struct setup s;
+    struct error error;
+
+    open_setup(&s, specs[_i], PKV_F16, 1);
+    ck_assert(!kv_store_begin(s.store, MAX_TOKENS + 1, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "KV cache: a step of 401 tokens"));
+    feed_as(&s, 60, false);
+    ck_assert(!kv_store_begin(s.store, MAX_TOKENS - 59, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "KV cache: no room"));
+
+    static const float bad[] = {NAN, INFINITY, -INFINITY, 1e6f};
+    size_t bytes = stored_bytes(&s);
+
+    for (size_t i = 0; i < 4; i++) {
+        float *v = &s.sequence.v[1][(61 * KV_HEADS + 1) * DIM + 3], before = *v;
+
+        *v = bad[i];
+        open_step(&s, 1, 3, true);
+        struct kv_layer io = layer_of(&s, 1, 3, true);
+
+        ck_assert(!kv_store_layer(s.store, &io, &error));
+        ck_assert_ptr_nonnull(strstr(error.text, "KV cache: "));
+        ck_assert_ptr_nonnull(strstr(error.text, "layer 1"));
+        kv_store_abort(s.store);
+        ck_assert_uint_eq(stored_bytes(&s), bytes);
+        *v = before;
+    }
+    feed(&s, 3);
+    close_setup(&s);
+}
+END_TEST
+
+/* ---- One by one ------------------------------------------------------------------------------ */
+
+/* Bytes, in bf16, as the head comments have them, with numbers. Geometry: 2 layers, 2 KV heads. */
+START_TEST(test_bytes_by_hand)
+{
+    const size_t heads = LAYERS * KV_HEADS, token = 2 * DIM * 2;
+    const struct {
+        const char *spec;
+        size_t prompt, tokens, bytes; /* of one head */
+    } cases[] = {
+        {"static", 50, 60, 60 * token},
+        /* 101 tokens: 12 pages; 10 of them quantised. */
+        {"int4:page=8", 101, 101, 10 * (2 * 8 * DIM / 2 + 4 * (DIM + 8)) + 21 * token},
+        {"int3:page=8", 101, 101, 10 * (2 * 8 * DIM * 3 / 8 + 4 * (DIM + 8)) + 21 * token},
+        {"int4:page=8,sink=3,window=2", 40, 40, 40 * token},
+        {"int4:page=8,sink=3,window=2", 40, 48, (8 * DIM + 4 * (DIM + 8)) + 40 * token},
+        /* 101 tokens: rank 0.6 101 16 / 117 = 8.28; the region is 80 tokens. */
+        {"global-svd:page=8", 101, 120, 2 * 8 * (80 + DIM) * 2 + 40 * token},
+        /* No region; a region of 8 tokens that has no more than rank 8. */
+        {"global-svd:page=8,ratio=1", 23, 60, 60 * token},
+        {"global-svd:page=8,ratio=1", 31, 31, 2 * 8 * (8 + DIM) * 2 + 23 * token},
+        {"streaming", 101, 140, 61 * token},
+        {"streaming:sink=3,recent=20", 10, 15, 15 * token},
+        {"streaming:sink=3,recent=20", 10, 90, 23 * token},
+        /* 101 tokens: 96 keys, 85 values. */
+        {"kivi:group=8,residual=16", 101, 101,
+         (96 + 85) * DIM / 4 + 4 * (DIM * 96 / 8 + DIM / 8 * 85) + (5 + 16) * DIM * 2},
+        {"kivi:bits=4,group=8,residual=16", 1, 16, 16 * DIM / 2 + 4 * DIM * 2 + 16 * DIM * 2},
+        {"puzzle:page=8,rk=5,rv=3,rope=pre", 101, 101, 10 * (8 * (8 + DIM) * 2) + 21 * token},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct setup s;
+
+        open_setup(&s, cases[i].spec, PKV_BF16, 1);
+        feed_as(&s, cases[i].prompt, false);
+        decode(&s, cases[i].tokens);
+        ck_assert_msg(stored_bytes(&s) == heads * cases[i].bytes, "%s, %zu tokens: %zu, not %zu",
+                      cases[i].spec, cases[i].tokens, stored_bytes(&s) / heads, cases[i].bytes);
+        close_setup(&s);
+    }
+}
+END_TEST
+
+/* The paper's geometry, where the design's shares are known. */
+START_TEST(test_shares_of_the_paper)
+{
+    const struct model model = {
+        .layer_count = 32, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
+    const struct {
+        const char *spec;
+        double share;
+    } cases[] = {{"puzzle", 0.58755},
+                 {"puzzle:rope=pre", 0.58755},
+                 {"int4", 0.2918},
+                 {"int3", 0.2296},
+                 {"static", 1}};
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const struct policy_size size = {&model, PKV_BF16, 16384, 16384};
+        struct kv_spec spec;
+        struct error error;
+        size_t bytes;
+
+        ck_assert(kv_spec_parse(cases[i].spec, &spec, &error));
+        ck_assert(kv_spec_resolve(&spec, &model, &error));
+        ck_assert(spec.policy->bytes(&spec, &size, &bytes, &error));
+        ck_assert_double_eq_tol((double)bytes / (double)policy_raw_bytes(&model, PKV_BF16, 16384),
+                                cases[i].share, 5e-5);
+    }
+}
+END_TEST
+
+START_TEST(test_static_is_exact_for_ever)
+{
+    static const pkv_dtype dtypes[] = {PKV_F32, PKV_F16, PKV_BF16};
+    struct setup s;
+
+    open_setup(&s, "static", dtypes[_i], 1);
+    struct expected *e = expect_dense(&s, dtypes[_i]);
+
+    feed(&s, 70);
+    ck_assert_double_le(output_error(&s, e, 70, 70), TOLERANCE);
+    feed(&s, 80);
+    ck_assert_double_le(output_error(&s, e, 150, 80), TOLERANCE);
+    decode(&s, 160);
+    for (size_t t = 151; t <= 160; t++)
+        ck_assert_double_le(output_error(&s, e, t, 1), TOLERANCE);
+    free(e);
+    close_setup(&s);
+}
+END_TEST
+
+/* From the definition, with the library's conversions. */
+static void quantise_naively(float *x, size_t count, size_t stride, int bits)
+{
+    float least = INFINITY, largest = -INFINITY;
+    int most = (1 << bits) - 1;
+
+    for (size_t i = 0; i < count; i++) {
+        least = fminf(least, x[i * stride]);
+        largest = fmaxf(largest, x[i * stride]);
+    }
+    float zero = f16_to_f32(f16_from_f32(least));
+    float scale = f16_to_f32(f16_from_f32((largest - least) / (float)most));
+
+    for (size_t i = 0; i < count; i++) {
+        int code = scale > 0 ? (int)lrintf((x[i * stride] - zero) / scale) : 0;
+
+        code = code < 0 ? 0 : code > most ? most : code;
+        x[i * stride] = (float)code * scale + zero;
+    }
+}
+
+/* Pages of 8 tokens, sink and window 1: of `tokens` tokens the next page, if it is due. */
+static void expect_page(struct expected *e, size_t page, int bits)
+{
+    for (size_t i = 0; i < LAYERS * KV_HEADS; i++) {
+        float *k = e->k[i / KV_HEADS][i % KV_HEADS] + page * 8 * DIM;
+        float *v = e->v[i / KV_HEADS][i % KV_HEADS] + page * 8 * DIM;
+
+        for (size_t c = 0; c < DIM; c++)
+            quantise_naively(k + c, 8, DIM, bits);
+        for (size_t t = 0; t < 8; t++)
+            quantise_naively(v + t * DIM, DIM, 1, bits);
+    }
+}
+
+START_TEST(test_direct_quantisation)
+{
+    static const char *const names[] = {"int4:page=8", "int3:page=8"};
+    struct setup s;
+    size_t pages = 1;
+
+    open_setup(&s, names[_i], PKV_BF16, 1);
+    struct expected *e = expect_dense(&s, PKV_BF16);
+
+    feed(&s, 61);
+    for (size_t tokens = 61; tokens < 90; tokens++) {
+        for (; (pages + 2) * 8 <= tokens; pages++)
+            expect_page(e, pages, 4 - _i);
+        decode(&s, tokens + 1);
+        ck_assert_double_le(output_error(&s, e, tokens + 1, 1), TOLERANCE);
+    }
+    ck_assert_uint_eq(pages, 10);
+    free(e);
+    close_setup(&s);
+}
+END_TEST
+
+START_TEST(test_kivi)
+{
+    struct setup s;
+    size_t keys = 0, values = 0;
+
+    open_setup(&s, "kivi:group=8,residual=16", PKV_BF16, 1);
+    struct expected *e = expect_dense(&s, PKV_BF16);
+
+    feed(&s, 61);
+    for (size_t tokens = 61; tokens < 110; tokens++) {
+        for (size_t i = 0; i < LAYERS * KV_HEADS; i++) {
+            float *k = e->k[i / KV_HEADS][i % KV_HEADS], *v = e->v[i / KV_HEADS][i % KV_HEADS];
+
+            for (size_t t = keys; t < tokens - tokens % 16; t += 8) {
+                for (size_t c = 0; c < DIM; c++)
+                    quantise_naively(k + t * DIM + c, 8, DIM, 2);
+            }
+            for (size_t t = values; t < tokens - 16; t++) {
+                quantise_naively(v + t * DIM, 8, 1, 2);
+                quantise_naively(v + t * DIM + 8, 8, 1, 2);
+            }
+        }
+        keys = tokens - tokens % 16;
+        values = tokens - 16;
+        decode(&s, tokens + 1);
+        ck_assert_double_le(output_error(&s, e, tokens + 1, 1), TOLERANCE);
+    }
+    free(e);
+    close_setup(&s);
+}
+END_TEST
+
+START_TEST(test_kivi_geometry)
+{
+    const struct model model = {.head_dim = 80};
+    struct kv_spec spec;
+    struct error error;
+
+    ck_assert(kv_spec_parse("kivi", &spec, &error));
+    ck_assert(!kv_spec_resolve(&spec, &model, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "group=32 channels, of which the head dimension, 80"));
+    ck_assert(kv_spec_parse("kivi:group=16", &spec, &error));
+    ck_assert(kv_spec_resolve(&spec, &model, &error));
+    ck_assert(!kv_spec_parse("kivi:group=48", &spec, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "residual=128 is not a multiple of group=48"));
+}
+END_TEST
+
+/* Makes one layer's keys and values from token `first` on combinations of `rank` rows. */
+static void lower_rank(float *rows, size_t first, size_t count, size_t rank)
+{
+    for (size_t h = 0; h < KV_HEADS; h++) {
+        for (size_t t = first + rank; t < first + count; t++) {
+            float *to = rows + (t * KV_HEADS + h) * DIM;
+
+            memset(to, 0, DIM * sizeof *to);
+            for (size_t r = 0; r < rank; r++) {
+                float weight = tests_random_float();
+
+                for (size_t c = 0; c < DIM; c++)
+                    to[c] += weight * rows[((first + r) * KV_HEADS + h) * DIM + c];
+            }
+        }
+    }
+}
+
+/* K and V of rank 8 in the region lose nothing at rank 8 and something at rank 7; the sink, the
+ * window and what comes later lose nothing anyway. */
+START_TEST(test_global_svd)
+{
+    static const char *const exact = "global-svd:page=8,ratio=0.6";
+    static const char *const lossy = "global-svd:page=8,ratio=0.55";
+
+    for (int i = 0; i < 2; i++) {
+        struct setup s;
+
+        open_setup(&s, i == 0 ? exact : lossy, PKV_F32, 2);
+        for (size_t l = 0; l < LAYERS; l++) {
+            lower_rank(s.sequence.k[l], 8, 80, 8);
+            lower_rank(s.sequence.v[l], 8, 80, 8);
+        }
+        struct expected *e = expect_dense(&s, PKV_F32);
+        double worst = 0;
+
+        feed(&s, 101);
+        decode(&s, 130);
+        for (size_t tokens = 102; tokens <= 130; tokens++)
+            worst = fmax(worst, output_error(&s, e, tokens, 1));
+        if (i == 0)
+            ck_assert_double_le(worst, TOLERANCE);
+        else
+            ck_assert_double_ge(worst, 1e-3);
+        free(e);
+        close_setup(&s);
+    }
+}
+END_TEST
+
+/* Rows are multiples of unit vectors, so the basis is known. */
+START_TEST(test_low_rank_basis)
+{
+    enum { ROWS = 700, COLUMNS = 9, RANK = 4 };
+    static const size_t order[COLUMNS] = {5, 2, 8, 0, 1, 7, 3, 6, 4};
+    float *x = tests_allocate(ROWS * COLUMNS, sizeof *x);
+    double basis[RANK * COLUMNS];
+
+    for (size_t i = 0; i < ROWS; i++)
+        x[i * COLUMNS + order[i % COLUMNS]] = (float)(COLUMNS - i % COLUMNS);
+    ck_assert(low_rank_basis(x, ROWS, COLUMNS, RANK, basis));
+    for (size_t r = 0; r < RANK; r++) {
+        for (size_t c = 0; c < COLUMNS; c++)
+            ck_assert_double_eq_tol(fabs(basis[r * COLUMNS + c]), c == order[r] ? 1 : 0, 1e-9);
+    }
+    free(x);
+}
+END_TEST
+
+/* Pages whose keys have a low rank before RoPE, which they have no longer after it. */
+START_TEST(test_rope_pre)
+{
+    static const char *const names[] = {"puzzle:page=8,rk=2,rv=3,rope=pre",
+                                        "puzzle:page=8,rk=2,rv=3"};
+
+    for (int i = 0; i < 2; i++) {
+        struct setup s;
+        double worst = 0;
+
+        open_setup(&s, names[i], PKV_F32, 2);
+        for (size_t l = 0; l < LAYERS; l++) {
+            for (size_t page = 0; page < MAX_TOKENS / 8; page++) {
+                lower_rank(s.sequence.plain_k[l], 8 * page, 8, 2);
+                lower_rank(s.sequence.v[l], 8 * page, 8, 3);
+            }
+        }
+        turn_sequence(&s);
+        struct expected *e = expect_dense(&s, PKV_F32);
+
+        feed(&s, 101);
+        decode(&s, 150);
+        for (size_t tokens = 102; tokens <= 150; tokens++)
+            worst = fmax(worst, output_error(&s, e, tokens, 1));
+        if (i == 0)
+            ck_assert_double_le(worst, 1e-4);
+        else
+            ck_assert_double_ge(worst, 1e-2);
+        free(e);
+        close_setup(&s);
+    }
+}
+END_TEST
+
+/* The positions that a store retains: "0-3 7 9". */
+static const char *retained(const struct setup *s)
+{
+    static char text[256];
+    size_t positions[MAX_TOKENS], other[MAX_TOKENS], length = 0;
+    size_t count = kv_store_retained(s->store, 0, 0, positions);
+
+    for (size_t l = 0; l < LAYERS; l++) {
+        for (size_t h = 0; h < KV_HEADS; h++) {
+            ck_assert_uint_eq(kv_store_retained(s->store, l, h, other), count);
+            ck_assert_mem_eq(other, positions, count * sizeof *other);
+        }
+    }
+    text[0] = '\0';
+    for (size_t i = 0, last; i < count; i = last + 1) {
+        for (last = i; last + 1 < count && positions[last + 1] == positions[last] + 1; last++) {
+        }
+        length += (size_t)snprintf(text + length, sizeof text - length, "%s%zu",
+                                   length > 0 ? " " : "", positions[i]);
+        if (last > i)
+            length +=
+                (size_t)snprintf(text + length, sizeof text - length, "-%zu", positions[last]);
+    }
+    return text;
+}
+
+START_TEST(test_streaming_retains)
+{
+    struct setup s;
+    struct error error;
+
+    open_setup(&s, "streaming:sink=2,recent=5", PKV_BF16, 1);
+    ck_assert_str_eq(retained(&s), "");
+    feed(&s, 1);
+    ck_assert_str_eq(retained(&s), "0");
+    decode(&s, 7);
+    ck_assert_str_eq(retained(&s), "0-6");
+    decode(&s, 8);
+    ck_assert_str_eq(retained(&s), "0-1 3-7");
+    decode(&s, 20);
+    ck_assert_str_eq(retained(&s), "0-1 15-19");
+    feed(&s, 30);
+    ck_assert_str_eq(retained(&s), "0-1 45-49");
+    ck_assert(kv_store_rewind(s.store, 49, &error));
+    ck_assert_str_eq(retained(&s), "");
+    close_setup(&s);
+
+    open_setup(&s, "streaming", PKV_BF16, 1);
+    feed(&s, 25); /* 15 of 25 */
+    ck_assert_str_eq(retained(&s), "0-3 14-24");
+    decode(&s, 100);
+    ck_assert_str_eq(retained(&s), "0-3 89-99");
+    close_setup(&s);
+
+    open_setup(&s, "streaming:sink=0,ratio=0.5", PKV_BF16, 1);
+    feed(&s, 10);
+    ck_assert_str_eq(retained(&s), "5-9");
+    close_setup(&s);
+}
+END_TEST
+
+/* Outputs are those of the kept tokens at positions 0, 1, 2 ..., with the query behind them. */
+START_TEST(test_streaming_positions)
+{
+    enum { KEPT = 11 };
+    struct setup s;
+
+    open_setup(&s, "streaming:sink=4,recent=7", PKV_F32, 1);
+    feed(&s, 30);
+    for (size_t token = 30; token < 60; token++) {
+        decode(&s, token + 1);
+        for (size_t l = 0; l < LAYERS; l++) {
+            for (size_t g = 0; g < QUERY_HEADS; g++) {
+                const struct sequence *q = &s.sequence;
+                float query[DIM], k[(KEPT + 1) * DIM], v[(KEPT + 1) * DIM];
+                double out[DIM];
+
+                rotate_heads(&s.model, q->plain_q[l] + (token * QUERY_HEADS + g) * DIM, query, 1,
+                             KEPT);
+                for (size_t j = 0; j <= KEPT; j++) {
+                    size_t t = j < 4 ? j : token - KEPT + j;
+                    size_t from = (t * KV_HEADS + g / GROUP) * DIM;
+
+                    rotate_heads(&s.model, q->plain_k[l] + from, k + j * DIM, 1, j);
+                    memcpy(v + j * DIM, q->v[l] + from, DIM * sizeof *v);
+                }
+                attend_naively(query, DIM, 1, k, v, KEPT + 1, out, NULL);
+                for (size_t c = 0; c < DIM; c++)
+                    ck_assert_double_eq_tol(s.out[l][(token * QUERY_HEADS + g) * DIM + c], out[c],
+                                            TOLERANCE);
+            }
+        }
+    }
+    close_setup(&s);
+}
+END_TEST
+
+/* ---- What policies share --------------------------------------------------------------------- */
+
+START_TEST(test_dense_attention)
+{
+    static const size_t counts[] = {1, 2, 63, 64, 65, 150};
+    struct setup s;
+
+    open_setup(&s, "static", PKV_F32, 1);
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        size_t count = counts[i], rows[KV_HEADS] = {count + 17, count};
+        float *out = tests_allocate(count * QUERY_HEADS * DIM, sizeof *out);
+        float *mass[KV_HEADS], *k[KV_HEADS], *v[KV_HEADS];
+        const size_t from = count / 2;
+
+        for (size_t h = 0; h < KV_HEADS; h++) {
+            k[h] = random_rows(DIM, 1);
+            v[h] = random_rows(DIM, 1);
+            mass[h] = tests_allocate(rows[h], sizeof *mass[h]);
+            for (size_t t = 0; t < rows[h]; t++)
+                mass[h][t] = 5;
+        }
+        const struct dense_attention attention = {.model = &s.model,
+                                                  .threads = 3,
+                                                  .count = count,
+                                                  .q = s.sequence.q[0],
+                                                  .k = (const float *const *)k,
+                                                  .v = (const float *const *)v,
+                                                  .rows = rows,
+                                                  .out = out,
+                                                  .mass = mass,
+                                                  .mass_from = from};
+        struct dense_attention only_mass = attention;
+        struct error error;
+
+        ck_assert(dense_attention(&attention, &error));
+        only_mass.out = NULL;
+        ck_assert(dense_attention(&only_mass, &error));
+        for (size_t h = 0; h < KV_HEADS; h++) {
+            double *sums = tests_allocate(rows[h], sizeof *sums);
+            double *expected = tests_allocate(count * DIM, sizeof *expected);
+
+            for (size_t g = h * GROUP; g < (h + 1) * GROUP; g++) {
+                const float *q = s.sequence.q[0] + g * DIM;
+
+                attend_naively(q, QUERY_HEADS * DIM, count, k[h], v[h], rows[h], expected, NULL);
+                for (size_t j = 0; j < count * DIM; j++)
+                    ck_assert_double_eq_tol(out[(j / DIM * QUERY_HEADS + g) * DIM + j % DIM],
+                                            expected[j], TOLERANCE);
+                attend_naively(q + from * QUERY_HEADS * DIM, QUERY_HEADS * DIM, count - from, k[h],
+                               v[h], rows[h], expected, sums);
+            }
+            for (size_t t = 0; t < rows[h]; t++)
+                ck_assert_double_eq_tol(mass[h][t], 5 + 2 * sums[t], 1e-3);
+            free(expected);
+            free(sums);
+            free(mass[h]);
+            free(k[h]);
+            free(v[h]);
+        }
+        free(out);
+    }
+    close_setup(&s);
+}
+END_TEST
+
+/* As the library rounds. */
+START_TEST(test_rounding)
+{
+    for (uint64_t bits = 0; bits < UINT64_C(1) << 32; bits += 9973) {
+        float x = f32_from_bits((uint32_t)bits);
+
+        if (isnan(x)) {
+            require(isnan(rounding_to(PKV_F16, x)) && isnan(rounding_to(PKV_BF16, x)));
+            continue;
+        }
+        require_msg(f32_bits(rounding_to(PKV_F16, x)) == f32_bits(stored(PKV_F16, x)), "%a",
+                    (double)x);
+        require_msg(f32_bits(rounding_to(PKV_BF16, x)) == f32_bits(stored(PKV_BF16, x)), "%a",
+                    (double)x);
+        require(rounding_to(PKV_F32, x) == x);
+    }
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("policies");
+    TCase *every = tcase_create("every policy");
+    TCase *tests = tcase_create("one by one");
+
+    tcase_add_loop_test(every, test_prompt_is_attended_exactly, 0, SPECS);
+    tcase_add_loop_test(every, test_bytes_are_the_closed_form, 0, SPECS);
+    tcase_add_loop_test(every, test_threads_change_nothing, 0, SPECS);
+    tcase_add_loop_test(every, test_aborted_steps_leave_no_trace, 0, SPECS);
+    tcase_add_loop_test(every, test_rewind, 0, SPECS);
+    tcase_add_loop_test(every, test_what_does_not_fit_is_refused, 0, SPECS);
+    suite_add_tcase(suite, every);
+    tcase_add_test(tests, test_bytes_by_hand);
+    tcase_add_test(tests, test_shares_of_the_paper);
+    tcase_add_loop_test(tests, test_static_is_exact_for_ever, 0, 3);
+    tcase_add_loop_test(tests, test_direct_quantisation, 0, 2);
+    tcase_add_test(tests, test_kivi);
+    tcase_add_test(tests, test_kivi_geometry);
+    tcase_add_test(tests, test_global_svd);
+    tcase_add_test(tests, test_low_rank_basis);
+    tcase_add_test(tests, test_rope_pre);
+    tcase_add_test(tests, test_streaming_retains);
+    tcase_add_test(tests, test_streaming_positions);
+    tcase_add_test(tests, test_dense_attention);
+    tcase_add_test(tests, test_rounding);
+    suite_add_tcase(suite, tests);
+    return tests_run(suite);
+}
