@@ -314,8 +314,8 @@ static void load_queries(const struct worker *worker, const pkv_input *input)
                     (worker->kv_head * group + i % group) * input->head_stride;
         float *q = worker->queries.q + i * geometry->head_dim;
 
-        to_f32(geometry->head_dim, (const char *)input->data + at * cpu_type_bytes(input->dtype),
-               q);
+        to_f32(geometry->head_dim,
+               (const char *)input->data + at * storage_element_bytes(input->dtype), q);
         for (size_t j = 0; j < geometry->head_dim; j++)
             q[j] *= geometry->softmax_scale;
         worker->valid[i] = (uint32_t)(i / group + 1);
@@ -344,7 +344,7 @@ static void store_outputs(const struct worker *worker, const pkv_step_io *io,
 
         for (size_t j = 0; j < geometry->head_dim; j++)
             o[j] *= inverse;
-        from_f32(geometry->head_dim, o, (char *)out->data + at * cpu_type_bytes(out->dtype));
+        from_f32(geometry->head_dim, o, (char *)out->data + at * storage_element_bytes(out->dtype));
         if (io->lse)
             io->lse[row * geometry->query_heads + head] = state->m[i] + logf(state->l[i]);
     }

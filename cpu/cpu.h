@@ -126,11 +126,6 @@ static inline size_t cpu_max(size_t a, size_t b)
     return a > b ? a : b;
 }
 
-static inline size_t cpu_type_bytes(pkv_dtype dtype)
-{
-    return dtype == PKV_F32 ? 4 : 2;
-}
-
 /* Tokens of block `block` of an item's new ones. */
 static inline size_t cpu_block_tokens(const struct backend_item *item, size_t block)
 {

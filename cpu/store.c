@@ -199,8 +199,8 @@ void store_step_close(struct backend *backend)
 
 static const void *input_row(const pkv_input *input, size_t row, size_t head)
 {
-    return (const char *)input->data +
-           (row * input->token_stride + head * input->head_stride) * cpu_type_bytes(input->dtype);
+    return (const char *)input->data + (row * input->token_stride + head * input->head_stride) *
+                                           storage_element_bytes(input->dtype);
 }
 
 /* One row of K or V in the storage type. */

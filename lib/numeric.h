@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: MIT */
-/* What every backend computes alike: the floating-point modes, and conversions between f32 and the
- * storage types: round to nearest even, subnormals kept, overflow to infinity. */
+/* What the library and every backend compute alike: the floating-point modes, sizes, and
+ * conversions between f32 and the storage types: round to nearest even, subnormals kept, overflow
+ * to infinity. */
 #ifndef PUZZLEKV_LIB_NUMERIC_H
 #define PUZZLEKV_LIB_NUMERIC_H
+
+#include "puzzlekv.h"
 
 #include <fenv.h>
 #include <stdint.h>
@@ -22,6 +25,17 @@ static inline void modes_set(fenv_t *saved)
 static inline void modes_restore(const fenv_t *saved)
 {
     fesetenv(saved);
+}
+
+static inline size_t min_size(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Bytes of one element of a valid type. */
+static inline size_t storage_element_bytes(pkv_dtype dtype)
+{
+    return dtype == PKV_F32 ? 4 : 2;
 }
 
 static inline uint32_t f32_bits(float x)

@@ -2,10 +2,7 @@
 /* The page state machine: pure functions, no allocation, no I/O, no backend. */
 #include "pages.h"
 
-static size_t min_size(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
+#include "numeric.h"
 
 static size_t max_size(size_t a, size_t b)
 {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Steps: plan, layer by layer, commit or abort. */
 #include "cache.h"
+#include "numeric.h"
 
 #include <string.h>
 

@@ -5,6 +5,8 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "numeric.h"
+
 /* OpenMP ends the process when it cannot start a thread; this many it can. */
 #define MAX_THREADS 1024u
 
@@ -28,11 +30,6 @@ bool storage_dtype_valid(pkv_dtype dtype)
     return dtype == PKV_F32 || dtype == PKV_F16 || dtype == PKV_BF16;
 }
 
-size_t storage_element_bytes(pkv_dtype dtype)
-{
-    return dtype == PKV_F32 ? 4 : 2;
-}
-
 struct page_policy storage_policy(const pkv_config *config)
 {
     return (struct page_policy){.page_tokens = config->page_tokens,
@@ -53,11 +50,6 @@ size_t storage_rank_v(const pkv_config *config, size_t layer)
     if (config->factors_v == PKV_FACTORS_NONE)
         return 0;
     return config->layer_rank_v ? config->layer_rank_v[layer] : config->rank_v;
-}
-
-static size_t min_size(size_t a, size_t b)
-{
-    return a < b ? a : b;
 }
 
 static pkv_status check_at_least_one(const char *field, size_t value, struct message *message)

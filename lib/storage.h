@@ -32,9 +32,6 @@ static inline size_t size_multiply(size_t a, size_t b)
 
 bool storage_dtype_valid(pkv_dtype dtype);
 
-/* Bytes of one element of a valid type. */
-size_t storage_element_bytes(pkv_dtype dtype);
-
 struct page_policy storage_policy(const pkv_config *config);
 
 /* r_K and r_V of one layer; 0 without factors. */
