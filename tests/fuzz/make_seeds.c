@@ -48,9 +48,7 @@ static void seed_gguf(void)
     for (int type = 0; type < QUANT_TYPES; type++) {
         const struct quant_info *info = quant_info((enum quant_type)type);
 
-        /* The samples' rows are short. */
-        if (info->block_elements <= 32)
-            seed("gguf", sample_gguf("llama", "gpt2", "smollm", info->gguf_type, SAMPLE_WHOLE));
+        seed("gguf", sample_gguf("llama", "gpt2", "smollm", info->gguf_type, SAMPLE_WHOLE));
     }
     seed("gguf", sample_gguf("llama", "llama", NULL, 2, SAMPLE_WHOLE));
     seed("gguf", sample_gguf("qwen2", "gpt2", "qwen2", 2, SAMPLE_WHOLE));
@@ -72,7 +70,6 @@ static void seed_folders(void)
     for (size_t i = 0; i < SAMPLE_ARCHITECTURES; i++)
         for (size_t j = 0; j < SAMPLE_ROPES; j++)
             seed("config", sample_config(sample_architectures[i], sample_ropes[j]));
-    seed_text("config", sample_generation_config);
 }
 
 static void seed_tokenizers(void)

@@ -76,13 +76,17 @@ start()
     crashes=$folder/crashes/$1
     mkdir -p "$corpus" "$crashes"
     set_dict=-dict=$root/tests/fuzz/config.dict
+    longest=16384
     case $1 in
-    gguf) set_dict=-dict=$root/tests/fuzz/gguf.dict ;;
+    gguf)
+        set_dict=-dict=$root/tests/fuzz/gguf.dict
+        longest=40960
+        ;;
     text) set_dict= ;;
     esac
-    # A file of 16 KiB must never make for one block of 16 MiB, nor take ten seconds.
+    # A file of 40 KiB must never make for one block of 16 MiB, nor take ten seconds.
     "$folder/tests/fuzz/fuzz_$1" ${set_dict:+"$set_dict"} -max_total_time="$seconds" \
-        -max_len=16384 -timeout=10 -rss_limit_mb=512 -malloc_limit_mb=16 -print_final_stats=1 \
+        -max_len="$longest" -timeout=10 -rss_limit_mb=512 -malloc_limit_mb=16 -print_final_stats=1 \
         -artifact_prefix="$crashes/" "$corpus" "$folder/seeds/$1" > "$crashes.log" 2>&1 &
     running="$running $1:$!"
 }

@@ -9,14 +9,18 @@
 
 #include "runner/quant.h"
 
-/* The geometry of all samples. */
-#define HIDDEN       32
-#define INTERMEDIATE 32
-#define QUERY_HEADS  2
-#define KV_HEADS     1
-#define HEAD_DIM     16
-#define CONTEXT      256
-#define VOCABULARY   24
+#define CONTEXT    256
+#define VOCABULARY 24
+
+/* The lengths of tensors' sides, and what they follow from. */
+enum size { NONE, HIDDEN, INTERMEDIATE, Q_ROWS, KV_ROWS, HEAD_DIM, TOKENS, SIZES };
+
+/* The geometry of all samples but those of types that come in blocks of 256, whose matrices have
+ * only few such rows. */
+static const size_t narrow[SIZES] = {[HIDDEN] = 32,  [INTERMEDIATE] = 32, [Q_ROWS] = 32,
+                                     [KV_ROWS] = 16, [HEAD_DIM] = 16,     [TOKENS] = VOCABULARY};
+static const size_t wide[SIZES] = {[HIDDEN] = 256, [INTERMEDIATE] = 8, [Q_ROWS] = 8,
+                                   [KV_ROWS] = 8,  [HEAD_DIM] = 8,     [TOKENS] = VOCABULARY};
 
 const char *const sample_architectures[SAMPLE_ARCHITECTURES] = {"llama", "mistral", "qwen2",
                                                                 "qwen3"};
@@ -38,32 +42,29 @@ static void append_number(struct bytes *bytes, size_t number)
 
 struct tensor {
     const char *gguf, *safetensors;
-    size_t columns, rows; /* rows 0: a vector */
-    const char *only;     /* the architecture that has it; NULL: all */
-    bool layer;           /* in SAMPLE_SECOND */
+    enum size columns, rows; /* rows NONE: a vector */
+    const char *only;        /* the architecture that has it; NULL: all */
+    bool layer;              /* in SAMPLE_SECOND */
 };
 
-#define Q_ROWS  (QUERY_HEADS * HEAD_DIM)
-#define KV_ROWS (KV_HEADS * HEAD_DIM)
-
 static const struct tensor tensors[] = {
-    {"token_embd.weight", "model.embed_tokens.weight", HIDDEN, VOCABULARY, NULL, false},
-    {"output_norm.weight", "model.norm.weight", HIDDEN, 0, NULL, false},
-    {"output.weight", "lm_head.weight", HIDDEN, VOCABULARY, "llama", false},
-    {"blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight", HIDDEN, 0, NULL, true},
+    {"token_embd.weight", "model.embed_tokens.weight", HIDDEN, TOKENS, NULL, false},
+    {"output_norm.weight", "model.norm.weight", HIDDEN, NONE, NULL, false},
+    {"output.weight", "lm_head.weight", HIDDEN, TOKENS, "llama", false},
+    {"blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight", HIDDEN, NONE, NULL, true},
     {"blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight", HIDDEN, Q_ROWS, NULL, true},
     {"blk.0.attn_k.weight", "model.layers.0.self_attn.k_proj.weight", HIDDEN, KV_ROWS, NULL, true},
     {"blk.0.attn_v.weight", "model.layers.0.self_attn.v_proj.weight", HIDDEN, KV_ROWS, NULL, true},
-    {"blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias", Q_ROWS, 0, "qwen2", true},
-    {"blk.0.attn_k.bias", "model.layers.0.self_attn.k_proj.bias", KV_ROWS, 0, "qwen2", true},
-    {"blk.0.attn_v.bias", "model.layers.0.self_attn.v_proj.bias", KV_ROWS, 0, "qwen2", true},
-    {"blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight", HEAD_DIM, 0, "qwen3",
+    {"blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias", Q_ROWS, NONE, "qwen2", true},
+    {"blk.0.attn_k.bias", "model.layers.0.self_attn.k_proj.bias", KV_ROWS, NONE, "qwen2", true},
+    {"blk.0.attn_v.bias", "model.layers.0.self_attn.v_proj.bias", KV_ROWS, NONE, "qwen2", true},
+    {"blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight", HEAD_DIM, NONE, "qwen3",
      true},
-    {"blk.0.attn_k_norm.weight", "model.layers.0.self_attn.k_norm.weight", HEAD_DIM, 0, "qwen3",
+    {"blk.0.attn_k_norm.weight", "model.layers.0.self_attn.k_norm.weight", HEAD_DIM, NONE, "qwen3",
      true},
     {"blk.0.attn_output.weight", "model.layers.0.self_attn.o_proj.weight", Q_ROWS, HIDDEN, NULL,
      true},
-    {"blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight", HIDDEN, 0, NULL,
+    {"blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight", HIDDEN, NONE, NULL,
      true},
     {"blk.0.ffn_gate.weight", "model.layers.0.mlp.gate_proj.weight", HIDDEN, INTERMEDIATE, NULL,
      true},
@@ -178,7 +179,7 @@ static void write_key(struct gguf_writer *writer, const char *architecture, cons
 }
 
 static void write_metadata(struct gguf_writer *writer, const char *architecture,
-                           const char *tokenizer, const char *pre)
+                           const char *tokenizer, const char *pre, const size_t *sizes)
 {
     const bool yarn = strcmp(architecture, "qwen2") == 0;
     char name[80];
@@ -187,14 +188,16 @@ static void write_metadata(struct gguf_writer *writer, const char *architecture,
     gguf_writer_uint(writer, "general.alignment", 32);
     write_key(writer, architecture, "block_count", 1);
     write_key(writer, architecture, "context_length", CONTEXT);
-    write_key(writer, architecture, "embedding_length", HIDDEN);
-    write_key(writer, architecture, "feed_forward_length", INTERMEDIATE);
-    write_key(writer, architecture, "attention.head_count", QUERY_HEADS);
-    write_key(writer, architecture, "attention.head_count_kv", KV_HEADS);
-    write_key(writer, architecture, "attention.key_length", HEAD_DIM);
-    write_key(writer, architecture, "attention.value_length", HEAD_DIM);
+    write_key(writer, architecture, "embedding_length", (double)sizes[HIDDEN]);
+    write_key(writer, architecture, "feed_forward_length", (double)sizes[INTERMEDIATE]);
+    write_key(writer, architecture, "attention.head_count",
+              (double)(sizes[Q_ROWS] / sizes[HEAD_DIM]));
+    write_key(writer, architecture, "attention.head_count_kv",
+              (double)(sizes[KV_ROWS] / sizes[HEAD_DIM]));
+    write_key(writer, architecture, "attention.key_length", (double)sizes[HEAD_DIM]);
+    write_key(writer, architecture, "attention.value_length", (double)sizes[HEAD_DIM]);
     write_key(writer, architecture, "attention.layer_norm_rms_epsilon", 1e-5);
-    write_key(writer, architecture, "rope.dimension_count", HEAD_DIM);
+    write_key(writer, architecture, "rope.dimension_count", (double)sizes[HEAD_DIM]);
     write_key(writer, architecture, "rope.freq_base", 10000.5);
     snprintf(name, sizeof name, "%s.rope.scaling.type", architecture);
     gguf_writer_string(writer, name, yarn ? "yarn" : "linear");
@@ -218,22 +221,39 @@ static void write_split(struct gguf_writer *writer, const char *architecture, ui
     gguf_writer_value(writer, "split.tensors.count", GGUF_INT32, &total, sizeof total);
 }
 
+static enum quant_type quant_of(uint32_t type)
+{
+    enum quant_type quant;
+
+    if (!quant_from_gguf(type, &quant))
+        abort();
+    return quant;
+}
+
 struct bytes sample_gguf(const char *architecture, const char *tokenizer, const char *pre,
                          uint32_t type, enum sample_part part)
 {
+    const size_t block = quant_info(quant_of(type))->block_elements;
+    const size_t *sizes = block > 32 ? wide : narrow;
     struct gguf_writer writer;
     struct bytes image;
 
     gguf_writer_start(&writer);
     if (part != SAMPLE_SECOND)
-        write_metadata(&writer, architecture, tokenizer, pre);
+        write_metadata(&writer, architecture, tokenizer, pre, sizes);
     if (part == SAMPLE_FIRST || part == SAMPLE_SECOND)
         write_split(&writer, architecture, part == SAMPLE_SECOND);
     for (size_t i = 0; i < TENSORS; i++) {
+        const size_t columns = sizes[tensors[i].columns], rows = sizes[tensors[i].rows];
+        const uint32_t f32 = quant_info(QUANT_F32)->gguf_type,
+                       f16 = quant_info(QUANT_F16)->gguf_type;
+
         if (has_tensor(architecture, part, &tensors[i]))
             gguf_writer_tensor(&writer, tensors[i].gguf,
-                               tensors[i].rows == 0 ? quant_info(QUANT_F32)->gguf_type : type,
-                               tensors[i].columns, tensors[i].rows, NULL);
+                               rows == 0              ? f32
+                               : columns % block != 0 ? f16
+                                                      : type,
+                               columns, rows, NULL);
     }
     image = gguf_writer_image(&writer);
     gguf_writer_free(&writer);
@@ -259,14 +279,15 @@ struct bytes sample_safetensors(const char *architecture, const char *dtype, enu
         append_text(&header, "\":{\"dtype\":\"");
         append_text(&header, dtype);
         append_text(&header, "\",\"shape\":[");
-        if (tensor->rows > 0) {
-            append_number(&header, tensor->rows);
+        if (tensor->rows != NONE) {
+            append_number(&header, narrow[tensor->rows]);
             append_text(&header, ",");
         }
-        append_number(&header, tensor->columns);
+        append_number(&header, narrow[tensor->columns]);
         append_text(&header, "],\"data_offsets\":[");
         append_number(&header, offset);
-        offset += (tensor->rows == 0 ? 1 : tensor->rows) * tensor->columns * element;
+        offset +=
+            (tensor->rows == NONE ? 1 : narrow[tensor->rows]) * narrow[tensor->columns] * element;
         append_text(&header, ",");
         append_number(&header, offset);
         append_text(&header, "]}");
@@ -326,15 +347,16 @@ struct bytes sample_config(const char *architecture, const char *rope)
     struct bytes config = {0};
 
     snprintf(text, sizeof text,
-             "{\"model_type\":\"%s\",\"hidden_size\":%d,\"intermediate_size\":%d,"
-             "\"num_hidden_layers\":1,\"num_attention_heads\":%d,\"num_key_value_heads\":%d,"
-             "\"head_dim\":%d,\"max_position_embeddings\":%d,\"rms_norm_eps\":1e-05,"
+             "{\"model_type\":\"%s\",\"hidden_size\":%zu,\"intermediate_size\":%zu,"
+             "\"num_hidden_layers\":1,\"num_attention_heads\":%zu,\"num_key_value_heads\":%zu,"
+             "\"head_dim\":%zu,\"max_position_embeddings\":%d,\"rms_norm_eps\":1e-05,"
              "\"rope_theta\":10000.0,\"rope_scaling\":%s,\"vocab_size\":%d,"
              "\"tie_word_embeddings\":%s,\"attention_bias\":false,\"hidden_act\":\"silu\","
              "\"use_sliding_window\":false,\"sliding_window\":null,"
              "\"bos_token_id\":1,\"eos_token_id\":[2,3]}",
-             architecture, HIDDEN, INTERMEDIATE, QUERY_HEADS, KV_HEADS, HEAD_DIM, CONTEXT, rope,
-             VOCABULARY, strcmp(architecture, "llama") == 0 ? "false" : "true");
+             architecture, narrow[HIDDEN], narrow[INTERMEDIATE], narrow[Q_ROWS] / narrow[HEAD_DIM],
+             narrow[KV_ROWS] / narrow[HEAD_DIM], narrow[HEAD_DIM], CONTEXT, rope, VOCABULARY,
+             strcmp(architecture, "llama") == 0 ? "false" : "true");
     append_text(&config, text);
     return config;
 }

@@ -20,7 +20,8 @@ enum sample_part {
 };
 
 /* A GGUF file with one layer. `tokenizer`, "gpt2" or "llama", and `pre` are what its keys say;
- * matrices are of the element type with that number. The caller frees what these return with
+ * matrices are of the element type with that number, as far as their rows are whole blocks of it,
+ * else F16. At most 40 KiB. The caller frees what these return with
  * bytes_free. */
 struct bytes sample_gguf(const char *architecture, const char *tokenizer, const char *pre,
                          uint32_t type, enum sample_part part);
