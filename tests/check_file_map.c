@@ -35,7 +35,7 @@ static void write_bytes(const char *name, size_t size)
 static void setup(void)
 {
     tests_make_folder(folder);
-    snprintf(path, sizeof path, "%s/file\n", folder);
+    snprintf(path, sizeof path, "%s/file\n\xc2\x9b", folder);
     snprintf(other_path, sizeof other_path, "%s/other", folder);
     write_bytes(path, FILE_BYTES);
     write_bytes(other_path, FILE_BYTES);
@@ -93,7 +93,7 @@ START_TEST(refuses_what_is_not_a_file)
     expect_failure(folder, "is a directory, expected a regular file");
     expect_failure("/dev/null", "is not a regular file");
     unlink(path);
-    expect_failure(path, "file?: No such file");
+    expect_failure(path, "file\?\?: No such file");
     ck_assert_int_eq(mkfifo(path, 0600), 0);
     expect_failure(path, "is not a regular file");
     unlink(path);
@@ -161,9 +161,10 @@ START_TEST(reports_a_shortened_file)
 
     ck_assert(WIFEXITED(outcome.status));
     ck_assert_int_eq(WEXITSTATUS(outcome.status), 1);
-    snprintf(expected, sizeof expected,
-             "puzzlekv-check: %s/file?: was shortened while in use, or cannot be read any more\n",
-             folder);
+    snprintf(
+        expected, sizeof expected,
+        "puzzlekv-check: %s/file\?\?: was shortened while in use, or cannot be read any more\n",
+        folder);
     ck_assert_str_eq(outcome.text, expected);
 }
 END_TEST

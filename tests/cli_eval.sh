@@ -105,6 +105,43 @@ puzzlekv-eval logits "$tiny" --tokens - --prefill 150 --kv raw -t 2 -o "$work/tw
     < "$work/tiny-llama3.ids" || fail "logits --tokens -: status $?"
 cmp "$work/again.f32" "$work/two.f32" || fail 'logits differ between one thread and two'
 
+# An output takes its place when it is whole; a link to it and its permissions stay.
+echo old > "$work/target.f32"
+chmod 604 "$work/target.f32"
+ln -s target.f32 "$work/link.f32"
+puzzlekv-eval logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 --kv raw \
+    -o "$work/link.f32" || fail "logits -o LINK: status $?"
+[ -h "$work/link.f32" ] || fail 'logits -o LINK: the link is gone'
+cmp "$work/again.f32" "$work/target.f32" || fail 'logits -o LINK: another output'
+same permissions "$(stat -c %a "$work/target.f32")" 604
+(
+    umask 027
+    puzzlekv-eval logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 --kv raw \
+        -o "$work/umask.f32"
+)
+same 'permissions of a new file' "$(stat -c %a "$work/umask.f32")" 640
+puzzlekv-eval logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 --kv raw \
+    -o /dev/stdout | cmp - "$work/again.f32" || fail 'logits -o /dev/stdout: another output'
+
+# no_output FILE: there is no trace of it.
+no_output() {
+    for trace in "$1"*; do
+        [ ! -e "$trace" ] || fail "$trace: a refused command left it"
+    done
+}
+
+# Without room for it: what was there before stays.
+echo old > "$work/full.f32"
+(
+    trap '' XFSZ
+    ulimit -f 1
+    refuse 1 'full.f32: File too large' logits "$tiny" --tokens "$work/tiny-llama3.ids" \
+        --prefill 150 --kv raw -o "$work/full.f32"
+    exit $failures
+) || failures=1
+same 'what was there before' "$(cat "$work/full.f32")" old
+no_output "$work/full.f32."
+
 # More than a pipe holds is read only once the model is open; then the model is shortened.
 mkdir "$work/shortened"
 cat "$tiny/config.json" > "$work/shortened/config.json"
@@ -118,14 +155,13 @@ cat "$tiny/model.safetensors" > "$work/shortened/model.safetensors"
 same 'status with a shortened file' $? 1
 same 'text for a shortened file' "$(cat "$work/err")" \
     "puzzlekv-eval: $work/shortened/model.safetensors: was shortened while in use, or cannot be read any more"
-rm -f "$work/bad.f32"
+no_output "$work/bad.f32"
 
 # bad_ids TEXT JSON
 bad_ids() {
     printf '%s' "$2" > "$work/bad.json"
     refuse 1 "$1" logits "$tiny" --tokens "$work/bad.json" --prefill 1 --kv raw -o "$work/bad.f32"
-    [ ! -e "$work/bad.f32" ] || fail "bad ids $2: there is an output"
-    rm -f "$work/bad.f32"
+    no_output "$work/bad.f32"
 }
 bad_ids 'line 1' ''
 bad_ids 'line 2' '[1, 2
@@ -147,7 +183,7 @@ refuse 1 'No such file' logits "$tiny" --tokens "$work/none.json" --prefill 1 --
     -o "$work/bad.f32"
 refuse 1 'must be 1 to 64' logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 \
     --kv puzzle:page=128,rk=65 -o "$work/bad.f32"
-[ ! -e "$work/bad.f32" ] || fail 'a refused command left an output'
+no_output "$work/bad.f32"
 cp "$work/tiny-llama3.ids" "$work/ids"
 for output in "$work/ids" "$work/tiny/model.safetensors"; do
     mkdir -p "$work/tiny"

@@ -4,6 +4,9 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
+
+#include "runner/pretokenizer.h"
 
 bool error_set(struct error *error, const char *format, ...)
 {
@@ -14,9 +17,29 @@ bool error_set(struct error *error, const char *format, ...)
     va_start(arguments, format);
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
-    for (char *c = error->text; *c != '\0'; c++) {
-        if ((unsigned char)*c < 0x20 || *c == 0x7f)
-            *c = '?';
-    }
+    error_clean(error->text);
     return false;
+}
+
+void error_clean(char *text)
+{
+    const size_t length = strlen(text);
+    size_t cleaned = 0, size;
+
+    for (size_t at = 0; at < length; at += size) {
+        const char *character = text + at;
+        const int sequence = utf8_sequence(character, length - at);
+        const unsigned char first = (unsigned char)character[0];
+        const bool control =
+            first < 0x20 || first == 0x7f || (first == 0xc2 && (unsigned char)character[1] < 0xa0);
+
+        size = sequence > 0 ? (size_t)sequence : 1;
+        if (sequence <= 0 || control) {
+            text[cleaned++] = '?';
+        } else {
+            memmove(text + cleaned, character, size);
+            cleaned += size;
+        }
+    }
+    text[cleaned] = '\0';
 }

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* puzzlekv-eval logits: the logits of given tokens, for comparison with other implementations. */
+#define _GNU_SOURCE /* mkostemp */
 #include "eval.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -121,25 +123,90 @@ static bool print_document(const struct eval_arguments *arguments, const struct 
         error);
 }
 
-/* Opens -o for writing; not over a file that is being read, which would end in a crash. */
-static FILE *open_output(const struct eval_arguments *arguments, struct error *error)
+/* -o while it is written. A regular file appears under its name only once it is whole: half a file
+ * would look like a whole one. */
+struct output {
+    FILE *file;
+    char *path;      /* where a regular file is to be; links followed */
+    char *temporary; /* beside it; NULL: written in place, as devices are */
+};
+
+/* With the permissions of the file that it replaces, or those of any new one. */
+static bool open_temporary(struct output *output, const struct stat *old, struct error *error)
+{
+    const size_t size = strlen(output->path) + sizeof ".XXXXXX";
+    mode_t mode = 0666;
+    int file;
+
+    output->temporary = malloc(size);
+    if (output->temporary == NULL)
+        return error_set(error, "out of memory");
+    snprintf(output->temporary, size, "%s.XXXXXX", output->path);
+    file = mkostemp(output->temporary, O_CLOEXEC);
+    if (file < 0) {
+        error_set(error, "%s: %s", output->path, strerror(errno));
+        free(output->temporary);
+        output->temporary = NULL;
+        return false;
+    }
+    file_map_guard_output(output->temporary);
+    if (old != NULL) {
+        mode = old->st_mode & 0777;
+    } else {
+        const mode_t mask = umask(0);
+
+        umask(mask);
+        mode &= ~mask;
+    }
+    output->file = fdopen(file, "wb");
+    if (output->file == NULL)
+        close(file);
+    if (output->file == NULL || fchmod(file, mode) != 0)
+        return error_set(error, "%s: %s", output->path, strerror(errno));
+    return true;
+}
+
+/* Not over a file that is read. */
+static bool open_output(const struct eval_arguments *arguments, struct output *output,
+                        struct error *error)
 {
     const char *input = file_map_using(arguments->output);
-    struct stat output, ids;
-    FILE *file;
+    struct stat old, ids;
+    const bool exists = stat(arguments->output, &old) == 0;
 
-    if (input == NULL && stat(arguments->output, &output) == 0 &&
-        stat(arguments->ids_file, &ids) == 0 && output.st_dev == ids.st_dev &&
-        output.st_ino == ids.st_ino)
+    if (input == NULL && exists && stat(arguments->ids_file, &ids) == 0 &&
+        old.st_dev == ids.st_dev && old.st_ino == ids.st_ino)
         input = arguments->ids_file;
-    if (input != NULL) {
-        error_set(error, "--output %s: is the input %s", arguments->output, input);
-        return NULL;
+    if (input != NULL)
+        return error_set(error, "--output %s: is the input %s", arguments->output, input);
+    if (exists && !S_ISREG(old.st_mode)) {
+        output->file = fopen(arguments->output, "wbe");
+        return output->file != NULL ||
+               error_set(error, "%s: %s", arguments->output, strerror(errno));
     }
-    file = fopen(arguments->output, "wbe");
-    if (file == NULL)
-        error_set(error, "%s: %s", arguments->output, strerror(errno));
-    return file;
+    output->path = exists ? realpath(arguments->output, NULL) : strdup(arguments->output);
+    if (output->path == NULL)
+        return error_set(error, "%s: %s", arguments->output, strerror(errno));
+    return open_temporary(output, exists ? &old : NULL, error);
+}
+
+/* Puts the file into its place if it is `whole`, else removes it. Returns `whole` or false with an
+ * error. */
+static bool close_output(const struct eval_arguments *arguments, struct output *output, bool whole,
+                         struct error *error)
+{
+    if (output->file != NULL && fclose(output->file) != 0 && whole)
+        whole = error_set(error, "%s: %s", arguments->output, strerror(errno));
+    if (output->temporary != NULL) {
+        if (whole && rename(output->temporary, output->path) != 0)
+            whole = error_set(error, "%s: %s", arguments->output, strerror(errno));
+        if (!whole)
+            unlink(output->temporary);
+        file_map_guard_output(NULL);
+    }
+    free(output->temporary);
+    free(output->path);
+    return whole;
 }
 
 bool eval_logits(const struct eval_arguments *arguments, struct error *error)
@@ -147,8 +214,7 @@ bool eval_logits(const struct eval_arguments *arguments, struct error *error)
     struct model *model = NULL;
     struct eval_cache cache = {.store = NULL};
     int32_t *ids = NULL;
-    FILE *output = NULL;
-    struct stat status;
+    struct output output = {.file = NULL};
     size_t count;
     bool done = false;
 
@@ -168,15 +234,9 @@ bool eval_logits(const struct eval_arguments *arguments, struct error *error)
     if (!eval_cache_open(arguments, model, &arguments->kv[0].spec, count - 1, arguments->prefill,
                          &cache, error))
         goto out;
-    output = open_output(arguments, error);
-    if (output == NULL)
-        goto out;
-    done = write_rows(arguments, model, &cache, ids, count, output, error);
-    if (fclose(output) != 0 && done)
-        done = error_set(error, "%s: %s", arguments->output, strerror(errno));
-    /* Half a file would look like a whole one. A device is not ours to remove. */
-    if (!done && stat(arguments->output, &status) == 0 && S_ISREG(status.st_mode))
-        unlink(arguments->output);
+    done = open_output(arguments, &output, error) &&
+           write_rows(arguments, model, &cache, ids, count, output.file, error);
+    done = close_output(arguments, &output, done, error);
     if (done && arguments->json)
         done = print_document(arguments, model, &cache, count, error);
 out:

@@ -28,6 +28,7 @@
 /* What the signal handler looks at: a handler has no other way to get at anything. */
 static struct file_map *_Atomic open_maps;
 static const char *guarded_program;
+static const char *_Atomic guarded_output;
 static bool clears_line; /* standard error is a terminal and may have a progress line */
 
 static void add_to_list(struct file_map *map)
@@ -49,11 +50,11 @@ static void remove_from_list(const struct file_map *map)
     other->next = map->next;
 }
 
-/* Appends what fits, control characters as '?'. Safe in a signal handler. */
+/* Appends what fits. Safe in a signal handler. */
 static size_t append(char *line, size_t length, size_t size, const char *text)
 {
     for (; *text != '\0' && length < size; text++)
-        line[length++] = (unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text;
+        line[length++] = *text;
     return length;
 }
 
@@ -63,7 +64,8 @@ static void report_lost_file(int number, siginfo_t *info, void *context)
     const uintptr_t address = (uintptr_t)info->si_addr;
     const struct file_map *map = info->si_code > 0 ? atomic_load(&open_maps) : NULL;
     char line[4096 + 512]; /* room for the longest path */
-    size_t length = 0;
+    const char *output;
+    size_t start = 0, length;
 
     (void)context;
     while (map != NULL && address - (uintptr_t)map->data >= map->size)
@@ -77,14 +79,20 @@ static void report_lost_file(int number, siginfo_t *info, void *context)
     }
     if (clears_line) {
         memcpy(line, clear, sizeof clear - 1);
-        length = sizeof clear - 1;
+        start = sizeof clear - 1;
     }
-    length = append(line, length, sizeof line - 80, guarded_program);
+    length = append(line, start, sizeof line - 80, guarded_program);
     length = append(line, length, sizeof line - 80, ": ");
     length = append(line, length, sizeof line - 80, map->path);
     length = append(line, length, sizeof line - 1,
                     ": was shortened while in use, or cannot be read any more");
+    line[length] = '\0';
+    error_clean(line + start);
+    length = start + strlen(line + start);
     line[length++] = '\n';
+    output = atomic_load(&guarded_output);
+    if (output != NULL)
+        unlink(output);
     while (write(STDERR_FILENO, line, length) < 0 && errno == EINTR)
         ;
     _exit(EXIT_FAILURE);
@@ -98,6 +106,11 @@ void file_map_guard(const char *program)
     clears_line = isatty(STDERR_FILENO);
     sigemptyset(&action.sa_mask);
     sigaction(SIGBUS, &action, NULL);
+}
+
+void file_map_guard_output(const char *path)
+{
+    atomic_store(&guarded_output, path);
 }
 
 /* AddressSanitizer knows where memory that was allocated ends, but not that a file ends within its

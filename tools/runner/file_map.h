@@ -32,6 +32,10 @@ struct file_map {
  */
 void file_map_guard(const char *program);
 
+/* Has that end remove the file at `path`, a result that is not whole yet. The text lasts until the
+ * next call; NULL: there is none any more. */
+void file_map_guard_output(const char *path);
+
 /* Maps `path`. Directories, FIFOs, devices and empty files are errors. On failure `map` is all
  * zero, which file_map_close accepts. Maps are opened and closed by one thread at a time, while no
  * other one reads a map. */
