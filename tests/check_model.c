@@ -19,7 +19,6 @@
 static char folder[TESTS_FOLDER_BYTES];
 static char gguf_path[TESTS_FOLDER_BYTES + 32];
 static char config_path[TESTS_FOLDER_BYTES + 32];
-static char generation_path[TESTS_FOLDER_BYTES + 32];
 static char tensors_path[TESTS_FOLDER_BYTES + 32];
 static char index_path[TESTS_FOLDER_BYTES + 32];
 static struct gguf_writer writer;
@@ -30,7 +29,6 @@ static void setup(void)
     tests_make_folder(folder);
     snprintf(gguf_path, sizeof gguf_path, "%s/model.gguf", folder);
     snprintf(config_path, sizeof config_path, "%s/config.json", folder);
-    snprintf(generation_path, sizeof generation_path, "%s/generation_config.json", folder);
     snprintf(tensors_path, sizeof tensors_path, "%s/model.safetensors", folder);
     snprintf(index_path, sizeof index_path, "%s/model.safetensors.index.json", folder);
     gguf_writer_start(&writer);
@@ -136,9 +134,6 @@ START_TEST(opens_tiny_llama3)
     ck_assert(!model->rope_interleaved);
     for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++)
         check_frequency(model, expected[i].i, expected[i].frequency);
-    ck_assert_int_eq(model->bos_token, 1);
-    ck_assert_uint_eq(model->end_token_count, 1);
-    ck_assert_int_eq(model->end_tokens[0], 2);
 
     check_weight(&model->token_embedding, QUANT_BF16, 320, 192);
     check_weight(&model->output, QUANT_BF16, 320, 192);
@@ -188,8 +183,6 @@ START_TEST(opens_tiny_qwen3)
     check_frequency(model, 0, 1);
     check_frequency(model, 4, 0.421696514);
     check_frequency(model, 63, 1.24093776e-06);
-    ck_assert_int_eq(model->bos_token, -1);
-    ck_assert_uint_eq(model->end_token_count, 0);
     check_weight(&model->layers[1].q, QUANT_BF16, 512, 160);
     check_weight(&model->layers[1].o, QUANT_BF16, 160, 512);
     ck_assert_float_eq(model->layers[1].q_norm[2], 1.2890625f);
@@ -210,9 +203,6 @@ START_TEST(opens_several_files)
     ck_assert_uint_eq(model->layer_count, 2);
     check_weight(&model->layers[0].q, QUANT_BF16, 128, 64);
     check_weight(&model->layers[1].down, QUANT_BF16, 64, 96);
-    ck_assert_uint_eq(model->end_token_count, 2);
-    ck_assert_int_eq(model->end_tokens[0], 2);
-    ck_assert_int_eq(model->end_tokens[1], 5);
     model_close(model);
 }
 END_TEST
@@ -414,46 +404,6 @@ START_TEST(copies_what_is_not_aligned)
 }
 END_TEST
 
-START_TEST(reads_end_tokens_from_both_files)
-{
-    static const char generation[] = "{\"eos_token_id\":[7,2,9],\"bos_token_id\":5}";
-    json_t *config = load_config("tiny-llama3");
-    char text[400], *tokens;
-    struct model *model;
-
-    set(config, "eos_token_id", "[2, 3]");
-    set(config, "bos_token_id", "null");
-    write_folder("tiny-llama3", config);
-    json_decref(config);
-    write_file(generation_path, generation, sizeof generation - 1);
-    model = open_good(folder);
-    ck_assert_int_eq(model->bos_token, 5);
-    ck_assert_uint_eq(model->end_token_count, 4);
-    ck_assert_int_eq(model->end_tokens[0], 2);
-    ck_assert_int_eq(model->end_tokens[1], 3);
-    ck_assert_int_eq(model->end_tokens[2], 7);
-    ck_assert_int_eq(model->end_tokens[3], 9);
-    model_close(model);
-
-    write_file(generation_path, "{\"eos_token_id\":[7,320]}", 24);
-    expect_failure(folder, "generation_config.json: ", "eos_token_id: is 320, outside the vocab");
-    write_file(generation_path, "{\"eos_token_id\":\"x\"}", 20);
-    expect_failure(folder, "generation_config.json: ", "eos_token_id: is not a token id");
-    tokens = tests_allocate(65, 4);
-    for (int i = 0; i < 65; i++)
-        snprintf(tokens + 4 * i, 5, "%3d%s", 100 + i, i < 64 ? "," : "");
-    snprintf(text, sizeof text, "{\"eos_token_id\":[%s]}", tokens);
-    free(tokens);
-    write_file(generation_path, text, strlen(text));
-    expect_failure(folder, "generation_config.json: ",
-                   "eos_token_id: there are more than 64 tokens that end a text");
-    write_file(generation_path, "{\"eos_token_id\":18446744073709551615}", 37);
-    expect_failure(folder, "generation_config.json: ", "line 1: is not valid JSON: too big");
-    write_file(generation_path, "{", 1);
-    expect_failure(folder, "generation_config.json: ", "line 1: is not valid JSON");
-}
-END_TEST
-
 START_TEST(tolerates_inactive_features)
 {
     json_t *config = load_config("tiny-qwen3");
@@ -559,10 +509,6 @@ START_TEST(refuses_bad_configs)
         {"tiny-qwen3", "layer_types", "[1]", "layer_types: layer 0 is not a string"},
         {"tiny-llama3", "tie_word_embeddings", "\"no\"", "tie_word_embeddings: is not true"},
         {"tiny-llama3", "vocab_size", "321", "vocab_size: is 321, but the embedding has 320 rows"},
-        {"tiny-llama3", "eos_token_id", "320", "eos_token_id: is 320, outside the vocabulary"},
-        {"tiny-llama3", "eos_token_id", "-1", "eos_token_id: is not a token id"},
-        {"tiny-llama3", "eos_token_id", "[1.5]", "eos_token_id: is not a token id"},
-        {"tiny-llama3", "bos_token_id", "[1]", "bos_token_id: is not a token id"},
     };
 
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
@@ -1009,8 +955,6 @@ START_TEST(opens_gguf_of_every_type)
         ck_assert_double_eq(model->rope_theta, 10000);
         ck_assert(model->rope_interleaved);
         ck_assert(!model->tied_output);
-        ck_assert_int_eq(model->bos_token, -1);
-        ck_assert_uint_eq(model->end_token_count, 0);
         for (size_t j = 0; j < 32; j++)
             check_frequency(model, j, pow(10000, -(double)j / 32));
         check_weight(&model->token_embedding, type, VOCABULARY, 256);
@@ -1040,10 +984,6 @@ START_TEST(opens_gguf_qwen3)
 
     write_model(&recipe);
     gguf_writer_float(&writer, "qwen3.rope.freq_base", 1e6f);
-    gguf_writer_uint(&writer, "tokenizer.ggml.eos_token_id", 39);
-    gguf_writer_uint(&writer, "tokenizer.ggml.eot_token_id", 38);
-    gguf_writer_uint(&writer, "tokenizer.ggml.eom_token_id", 39);
-    gguf_writer_uint(&writer, "tokenizer.ggml.bos_token_id", 1);
     model = open_writer();
     ck_assert_int_eq(model->architecture, MODEL_QWEN3);
     ck_assert(!model->rope_interleaved);
@@ -1057,10 +997,6 @@ START_TEST(opens_gguf_qwen3)
         ck_assert(model->layers[1].q_norm[i] > 0.8f && model->layers[1].q_norm[i] < 1.2f);
         ck_assert(model->layers[1].k_norm[i] > 0.8f && model->layers[1].k_norm[i] < 1.2f);
     }
-    ck_assert_int_eq(model->bos_token, 1);
-    ck_assert_uint_eq(model->end_token_count, 2);
-    ck_assert_int_eq(model->end_tokens[0], 39);
-    ck_assert_int_eq(model->end_tokens[1], 38);
     model_close(model);
 }
 END_TEST
@@ -1418,11 +1354,6 @@ START_TEST(refuses_unsupported_gguf_features)
     expect_bad_float("llama.rope.freq_base", NAN, "llama.rope.freq_base: is not finite");
     expect_bad_float("llama.attention.scale", 0.5f, "llama.attention.scale: is not supported");
     expect_bad_float("llama.logit_scale", 0.5f, "llama.logit_scale: is not supported");
-    expect_bad_uint("tokenizer.ggml.eos_token_id", VOCABULARY,
-                    "tokenizer.ggml.eos_token_id: is 40, outside the vocabulary of 40");
-    expect_bad_uint("tokenizer.ggml.bos_token_id", UINT32_MAX,
-                    "tokenizer.ggml.bos_token_id: is 4294967295, outside");
-    expect_bad_string("tokenizer.ggml.eos_token_id", "2", "eos_token_id: is STRING, expected an i");
 
     gguf_writer_tensor(&writer, "blk.1.attn_q.bias", 0, 64, 0, NULL);
     expect_bad_recipe((struct recipe){0}, "tensor blk.1.attn_q.bias: a bias here is not supported");
@@ -1452,46 +1383,16 @@ END_TEST
 
 /* --- memory ----------------------------------------------------------------------------------- */
 
-/* How many bytes more than before opening the model, which is refused, took at once. */
-static size_t measure_opening(const char *path)
+static bool open_for_memory(const char *path)
 {
-    size_t bytes = 0;
-    int ends[2];
-    pid_t child;
-    int status;
+    struct model *model;
 
-    ck_assert_int_eq(pipe(ends), 0);
-    child = fork();
-    ck_assert_int_ge(child, 0);
-    if (child == 0) {
-        struct rusage before, after;
-        struct model *model;
-        bool opened;
-
-        getrusage(RUSAGE_SELF, &before);
-        opened = model_open(path, &model, &error);
-        getrusage(RUSAGE_SELF, &after);
-        bytes = (size_t)(after.ru_maxrss - before.ru_maxrss) * 1024;
-        _exit(!opened && write(ends[1], &bytes, sizeof bytes) == sizeof bytes ? 0 : 1);
-    }
-    ck_assert_int_eq(waitpid(child, &status, 0), child);
-    ck_assert_int_eq(status, 0);
-    ck_assert_int_eq(read(ends[0], &bytes, sizeof bytes), sizeof bytes);
-    close(ends[0]);
-    close(ends[1]);
-    return bytes;
+    return model_open(path, &model, &error);
 }
-
-/* AddressSanitizer, where it is there; it multiplies small blocks. */
-extern void __asan_init(void) __attribute__((weak));
 
 static void check_memory(const char *path, size_t file_size, const char *what)
 {
-    const size_t bytes = measure_opening(path);
-
-    if (__asan_init == NULL)
-        ck_assert_msg(bytes <= 40 * file_size + ((size_t)2 << 20),
-                      "%s: %zu bytes for a file of %zu", what, bytes, file_size);
+    tests_check_memory(open_for_memory, path, file_size, what);
 }
 
 static void check_gguf_memory(const char *what)
@@ -1586,7 +1487,6 @@ int main(void)
     tcase_add_test(test_case, reads_older_rope_spellings);
     tcase_add_test(test_case, computes_yarn);
     tcase_add_test(test_case, copies_what_is_not_aligned);
-    tcase_add_test(test_case, reads_end_tokens_from_both_files);
     tcase_add_test(test_case, tolerates_inactive_features);
     tcase_add_test(test_case, refuses_bad_configs);
     tcase_add_test(test_case, refuses_an_active_sliding_window);

@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 int tests_run(Suite *suite)
@@ -89,6 +91,50 @@ void tests_remove_folder(const char *folder)
     }
     closedir(stream);
     rmdir(folder);
+}
+
+/* ---- Memory ---- */
+
+/* AddressSanitizer, where it is there. */
+extern void __asan_init(void) __attribute__((weak));
+
+/* In a process of its own: what a process had at most never falls. */
+static size_t measure_opening(bool (*open)(const char *path), const char *path)
+{
+    size_t bytes = 0;
+    int ends[2];
+    pid_t child;
+    int status;
+
+    ck_assert_int_eq(pipe(ends), 0);
+    child = fork();
+    ck_assert_int_ge(child, 0);
+    if (child == 0) {
+        struct rusage before, after;
+        bool opened;
+
+        getrusage(RUSAGE_SELF, &before);
+        opened = open(path);
+        getrusage(RUSAGE_SELF, &after);
+        bytes = (size_t)(after.ru_maxrss - before.ru_maxrss) * 1024;
+        _exit(!opened && write(ends[1], &bytes, sizeof bytes) == sizeof bytes ? 0 : 1);
+    }
+    ck_assert_int_eq(waitpid(child, &status, 0), child);
+    ck_assert_int_eq(status, 0);
+    ck_assert_int_eq(read(ends[0], &bytes, sizeof bytes), sizeof bytes);
+    close(ends[0]);
+    close(ends[1]);
+    return bytes;
+}
+
+void tests_check_memory(bool (*open)(const char *path), const char *path, size_t size,
+                        const char *what)
+{
+    const size_t bytes = measure_opening(open, path);
+
+    if (__asan_init == NULL)
+        ck_assert_msg(bytes <= 40 * size + ((size_t)2 << 20), "%s: %zu bytes for a file of %zu",
+                      what, bytes, size);
 }
 
 /* ---- Random numbers ---- */

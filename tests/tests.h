@@ -9,6 +9,8 @@
 #include <check.h>
 #include <jansson.h>
 
+#include <stdbool.h>
+
 /* As ck_assert_msg() and ck_assert(), which write to a pipe even when all is well: too slow for
  * millions. */
 #define require_msg(condition, ...)                                                                \
@@ -38,6 +40,13 @@ json_t *tests_json(const char *path);
 #define TESTS_FOLDER_BYTES 256
 void tests_make_folder(char folder[TESTS_FOLDER_BYTES]);
 void tests_remove_folder(const char *folder);
+
+/* ---- Memory ---- */
+
+/* `open`, which must refuse the file at `path` of `size` bytes, takes at most 40 times its size and
+ * 2 MiB while it does. Not measured under AddressSanitizer, which multiplies small blocks. */
+void tests_check_memory(bool (*open)(const char *path), const char *path, size_t size,
+                        const char *what);
 
 /* ---- Random numbers ---- */
 

@@ -54,17 +54,6 @@ void generator_close(struct generator *generator)
     *generator = (struct generator){0};
 }
 
-static bool is_end(const struct generator *generator, int32_t token)
-{
-    const struct model *model = generator->options.model;
-
-    for (size_t i = 0; i < model->end_token_count; i++) {
-        if (model->end_tokens[i] == token)
-            return true;
-    }
-    return tokenizer_is_end(generator->options.tokenizer, token);
-}
-
 /* Feeds what is not in the cache and chooses one token. */
 static bool choose_next(struct generator *generator, int32_t *token, struct error *error)
 {
@@ -122,7 +111,7 @@ bool generator_answer(struct generator *generator, size_t most, struct error *er
             break;
         if (generator->answer.silent)
             progress_show("answer: %zu tokens", generation->generated_tokens);
-        if (is_end(generator, token)) {
+        if (tokenizer_is_end(generator->options.tokenizer, token)) {
             generation->finish = FINISH_END;
             break;
         }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* config.json and generation_config.json of a model. */
+/* config.json of a model. */
 #define _GNU_SOURCE /* memmem */
 #include "fuzz.h"
 
@@ -27,10 +27,6 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
         fuzz_write_bytes(in(architecture, "model.safetensors"),
                          sample_safetensors(architecture, "BF16", SAMPLE_WHOLE));
     }
-    fuzz_make_folder("generation");
-    fuzz_write_bytes("generation/config.json", sample_config("llama", "null"));
-    fuzz_write_bytes("generation/model.safetensors",
-                     sample_safetensors("llama", "BF16", SAMPLE_WHOLE));
     return 0;
 }
 
@@ -44,8 +40,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     fuzz_write(in(architecture, "config.json"), data, size);
     fuzz_model(fuzz_path(architecture));
-    fuzz_write("generation/generation_config.json", data, size);
-    fuzz_model(fuzz_path("generation"));
     return 0;
 }
 

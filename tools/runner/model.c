@@ -29,7 +29,6 @@
 
 /* Real configurations have a few thousand. */
 #define MAX_CONFIG_BYTES ((size_t)1 << 20)
-#define MAX_END_TOKENS   64
 
 /* Every layer has two norms and seven matrices. */
 #define MIN_LAYER_TENSORS 9
@@ -298,35 +297,6 @@ static bool set_frequencies(struct model *model, const float *divisors, bool tru
     }
     if (!isfinite(model->rope_magnitude))
         return error_set(reader->error, "%s: RoPE's attention factor is not finite", reader->path);
-    return true;
-}
-
-static bool add_end_token(struct model *model, int32_t token, const char *path, const char *key,
-                          struct error *error)
-{
-    int32_t *tokens;
-
-    for (size_t i = 0; i < model->end_token_count; i++) {
-        if (model->end_tokens[i] == token)
-            return true;
-    }
-    if (model->end_token_count == MAX_END_TOKENS)
-        return error_set(error, "%s: %s: there are more than %d tokens that end a text", path, key,
-                         MAX_END_TOKENS);
-    tokens = realloc(model->end_tokens, (model->end_token_count + 1) * sizeof *tokens);
-    if (tokens == NULL)
-        return error_set(error, "%s: out of memory", path);
-    model->end_tokens = tokens;
-    model->end_tokens[model->end_token_count++] = token;
-    return true;
-}
-
-static bool check_token(const struct model *model, uint64_t token, const char *path,
-                        const char *key, struct error *error)
-{
-    if (token >= model->vocabulary)
-        return error_set(error, "%s: %s: is %" PRIu64 ", outside the vocabulary of %zu", path, key,
-                         token, model->vocabulary);
     return true;
 }
 
@@ -817,34 +787,6 @@ static bool read_gguf_rope(struct reader *reader, struct model *model)
     return set_frequencies(model, divisors, true, reader);
 }
 
-static bool read_gguf_tokens(const struct gguf *gguf, struct model *model, struct error *error)
-{
-    static const char *const end_keys[] = {
-        "tokenizer.ggml.eos_token_id",
-        "tokenizer.ggml.eot_token_id",
-        "tokenizer.ggml.eom_token_id",
-    };
-    static const char bos_key[] = "tokenizer.ggml.bos_token_id";
-    const char *path = gguf_path(gguf);
-    uint64_t token;
-
-    for (size_t i = 0; i < sizeof end_keys / sizeof end_keys[0]; i++) {
-        if (!gguf_has(gguf, end_keys[i]))
-            continue;
-        if (!gguf_get_uint(gguf, end_keys[i], &token, error) ||
-            !check_token(model, token, path, end_keys[i], error) ||
-            !add_end_token(model, (int32_t)token, path, end_keys[i], error))
-            return false;
-    }
-    if (gguf_has(gguf, bos_key)) {
-        if (!gguf_get_uint(gguf, bos_key, &token, error) ||
-            !check_token(model, token, path, bos_key, error))
-            return false;
-        model->bos_token = (int32_t)token;
-    }
-    return true;
-}
-
 /* The embedding's rows, or without tensors the tokens listed, are the vocabulary; what else speaks
  * of its size has to agree. */
 static bool check_gguf_vocabulary(struct reader *reader, struct model *model)
@@ -900,7 +842,7 @@ static bool open_gguf(const char *path, bool header_only, struct model *model, s
     } else if (!header_only) {
         return error_set(error, "%s: holds no tensors, only a vocabulary", path);
     }
-    if (!check_gguf_vocabulary(&reader, model) || !read_gguf_tokens(reader.gguf, model, error))
+    if (!check_gguf_vocabulary(&reader, model))
         return false;
     if (!header_only)
         gguf_prefetch(reader.gguf);
@@ -1166,64 +1108,6 @@ static bool read_config_rope(struct reader *reader, struct model *model)
     return set_frequencies(model, NULL, truncate, reader);
 }
 
-/* One token id, or for `eos_token_id` also a list of them; null names none. */
-static bool read_config_token(const json_t *value, const char *path, const char *key,
-                              const struct model *model, int32_t *token, struct error *error)
-{
-    if (!json_is_integer(value) || json_integer_value(value) < 0)
-        return error_set(error, "%s: %s: is not a token id", path, key);
-    if (!check_token(model, (uint64_t)json_integer_value(value), path, key, error))
-        return false;
-    *token = (int32_t)json_integer_value(value);
-    return true;
-}
-
-static bool read_config_tokens(const json_t *config, const char *path, struct model *model,
-                               struct error *error)
-{
-    const json_t *end = json_object_get(config, "eos_token_id");
-    const json_t *bos = json_object_get(config, "bos_token_id");
-    const json_t *element;
-    int32_t token;
-    size_t i;
-
-    if (json_is_array(end)) {
-        json_array_foreach(end, i, element)
-        {
-            if (!read_config_token(element, path, "eos_token_id", model, &token, error) ||
-                !add_end_token(model, token, path, "eos_token_id", error))
-                return false;
-        }
-    } else if (end != NULL && !json_is_null(end)) {
-        if (!read_config_token(end, path, "eos_token_id", model, &token, error) ||
-            !add_end_token(model, token, path, "eos_token_id", error))
-            return false;
-    }
-    if (bos != NULL && !json_is_null(bos))
-        return read_config_token(bos, path, "bos_token_id", model, &model->bos_token, error);
-    return true;
-}
-
-static bool read_generation_config(const char *folder, struct model *model, struct error *error)
-{
-    char *path = path_join(folder, "generation_config.json", error);
-    struct stat status;
-    json_t *config;
-    bool done;
-
-    if (path == NULL)
-        return false;
-    if (stat(path, &status) != 0 && errno == ENOENT) {
-        free(path);
-        return true;
-    }
-    config = json_text_read(path, MAX_CONFIG_BYTES, NULL, error);
-    done = config != NULL && read_config_tokens(config, path, model, error);
-    json_decref(config);
-    free(path);
-    return done;
-}
-
 static bool open_safetensors(const char *folder, struct model *model, struct error *error)
 {
     char *path = path_join(folder, "model.safetensors", error);
@@ -1289,9 +1173,6 @@ static bool open_folder(const char *folder, bool header_only, struct model *mode
             goto out;
         }
     }
-    if (!read_config_tokens(config, config_path, model, error) ||
-        !read_generation_config(folder, model, error))
-        goto out;
     if (!header_only)
         safetensors_prefetch(file);
     done = true;
@@ -1316,7 +1197,6 @@ static bool open_model(const char *path, bool header_only, struct model **model,
     opened = calloc(1, sizeof *opened);
     if (opened == NULL)
         return error_set(error, "%s: out of memory", path);
-    opened->bos_token = -1;
     opened->files = calloc(1, sizeof *opened->files);
     if (opened->files == NULL)
         error_set(error, "%s: out of memory", path);
@@ -1368,7 +1248,6 @@ void model_close(struct model *model)
         free(model->files);
     }
     free(model->layers);
-    free(model->end_tokens);
     free(model->rope_inverse_frequencies);
     free(model);
 }

@@ -75,10 +75,6 @@ struct model {
     bool rope_interleaved;
     float *rope_inverse_frequencies; /* [head_dim / 2] */
 
-    int32_t bos_token; /* -1: the files name none */
-    size_t end_token_count;
-    int32_t *end_tokens; /* ids that end a generation, without duplicates, each in the vocabulary */
-
     /* False only from model_open_header on a vocabulary-only GGUF: then there are no layers below
      * and `vocabulary` counts the tokens listed. */
     bool has_weights;
@@ -91,12 +87,12 @@ struct model {
 };
 
 /* Opens a GGUF file (of a split model the first part) or a Hugging Face folder (config.json,
- * model.safetensors or model.safetensors.index.json with the files that it names and, if present,
- * generation_config.json). Checks every hyperparameter and the shape and type of every tensor used;
- * an error names the file and the field or tensor, and *model is NULL. What would compute something
- * else than asked is refused by name: other architectures, an active sliding window, mixtures of
- * experts, other biases, other RoPE scalings. Weights stay mapped and are not
- * read, but for those of safetensors files that are not aligned, which are copied. */
+ * model.safetensors or model.safetensors.index.json with the files that it names). Checks every
+ * hyperparameter and the shape and type of every tensor used; an error names the file and the field
+ * or tensor, and *model is NULL. What would compute something else than asked is refused by name:
+ * other architectures, an active sliding window, mixtures of experts, other biases, other RoPE
+ * scalings. Weights stay mapped and are not read, but for those of safetensors files that are not
+ * aligned, which are copied. */
 bool model_open(const char *path, struct model **model, struct error *error);
 
 /* The same checks without reading any tensor's contents: norms and biases are NULL. */

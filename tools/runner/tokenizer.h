@@ -16,7 +16,8 @@ struct tokenizer;
 /* Reads the tokenizer of `path`: a GGUF file (which may hold a vocabulary only) with
  * tokenizer.ggml.model = "gpt2" and a pre-tokenizer that pretokenizer.h knows, or "llama"
  * (SentencePiece's BPE with byte fallback), or a folder with tokenizer.json and, where present,
- * tokenizer_config.json, chat_template.jinja and generation_config.json. A vocabulary or a merge
+ * tokenizer_config.json, chat_template.jinja, config.json and generation_config.json (whose
+ * eos_token_id counts). A vocabulary or a merge
  * that contradicts itself is an error. On failure *tokenizer is NULL and the error names the file
  * and the field. */
 bool tokenizer_open(const char *path, struct tokenizer **tokenizer, struct error *error);
@@ -81,6 +82,10 @@ bool tokenizer_wants_bos(const struct tokenizer *tokenizer);
 
 /* Whether a space is put before text, which is then none of it when ids are turned back. */
 bool tokenizer_adds_space(const struct tokenizer *tokenizer);
+
+/* What may make the ids differ from those that the model was taught with, as text for a warning;
+ * NULL if nothing does. */
+const char *tokenizer_doubt(const struct tokenizer *tokenizer);
 
 /* The model's chat template (Jinja), terminated, valid until tokenizer_close; NULL if it has none.
  */

@@ -381,7 +381,6 @@ static int32_t json_config_token(const struct tokenizer *tokenizer, const json_t
     return tokenizer_find(tokenizer, json_string_value(text), json_string_length(text));
 }
 
-/* eos_token_id: an id or an array of ids. */
 static bool json_end_ids(struct tokenizer *tokenizer, const char *path, const json_t *config,
                          struct error *error)
 {
@@ -398,6 +397,20 @@ static bool json_end_ids(struct tokenizer *tokenizer, const char *path, const js
         tokenizer_mark_end(tokenizer, (int32_t)id);
     }
     return true;
+}
+
+/* eos_token_id of an optional file: an id or an array of ids. */
+static bool read_end_ids(struct tokenizer *tokenizer, const char *folder, const char *name,
+                         struct error *error)
+{
+    char *path = path_join(folder, name, error);
+    json_t *config = NULL;
+    const bool done = path != NULL && load_optional(path, &config, error) &&
+                      json_end_ids(tokenizer, path, config, error);
+
+    json_decref(config);
+    free(path);
+    return done;
 }
 
 /* A text, or an array of named templates of which "default" is meant; NULL if there is none. */
@@ -487,18 +500,17 @@ bool tokenizer_read_folder(struct tokenizer *tokenizer, const char *folder, stru
 {
     char *tokenizer_path = path_join(folder, "tokenizer.json", error);
     char *config_path = path_join(folder, "tokenizer_config.json", error);
-    char *generation_path = path_join(folder, "generation_config.json", error);
-    json_t *config = NULL, *generation = NULL;
+    json_t *config = NULL;
     const json_t *add_bos;
     int32_t bos;
     bool done = false;
 
-    if (tokenizer_path == NULL || config_path == NULL || generation_path == NULL ||
+    if (tokenizer_path == NULL || config_path == NULL ||
         !read_tokenizer_json(tokenizer, tokenizer_path, error) ||
         !load_optional(config_path, &config, error) ||
-        !load_optional(generation_path, &generation, error) ||
         !read_chat_template(tokenizer, folder, config, error) ||
-        !json_end_ids(tokenizer, generation_path, generation, error))
+        !read_end_ids(tokenizer, folder, "config.json", error) ||
+        !read_end_ids(tokenizer, folder, "generation_config.json", error))
         goto out;
     tokenizer->eos = json_config_token(tokenizer, config, "eos_token");
     tokenizer_mark_end(tokenizer, tokenizer->eos);
@@ -511,9 +523,7 @@ bool tokenizer_read_folder(struct tokenizer *tokenizer, const char *folder, stru
     done = true;
 out:
     json_decref(config);
-    json_decref(generation);
     free(tokenizer_path);
     free(config_path);
-    free(generation_path);
     return done;
 }
