@@ -14,6 +14,7 @@
 #include "kv_spec.h"
 #include "policies/policy.h"
 #include "runner/model.h"
+#include "runner/tokenizer.h"
 #include "runner/transformer.h"
 
 struct eval_kv {
@@ -41,6 +42,10 @@ bool eval_info(const struct eval_arguments *arguments, struct error *error);
 bool eval_tokenize(const struct eval_arguments *arguments, struct error *error);
 bool eval_logits(const struct eval_arguments *arguments, struct error *error);
 bool eval_ppl(const struct eval_arguments *arguments, struct error *error);
+
+/* The model's tokenizer; warns if there is doubt about it. */
+bool eval_tokenizer_open(const struct eval_arguments *arguments, struct tokenizer **tokenizer,
+                         struct error *error);
 
 /* A transformer that stops at Ctrl-C. */
 bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,

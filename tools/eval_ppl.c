@@ -25,7 +25,7 @@ static bool read_tokens(const struct eval_arguments *arguments, const struct mod
 
     if (!text_read(arguments->file, &text, error) ||
         !text_check_utf8(text.name, text.data, text.size, error) ||
-        !tokenizer_open(arguments->model, &tokenizer, error))
+        !eval_tokenizer_open(arguments, &tokenizer, error))
         goto out;
     if (tokenizer_wants_bos(tokenizer) && !token_list_append(list, tokenizer_bos(tokenizer), error))
         goto out;

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 
 #include "options.h"
-#include "runner/tokenizer.h"
 
 bool eval_tokenize(const struct eval_arguments *arguments, struct error *error)
 {
@@ -16,7 +15,7 @@ bool eval_tokenize(const struct eval_arguments *arguments, struct error *error)
 
     if (!text_read(arguments->file, &text, error) ||
         !text_check_utf8(text.name, text.data, text.size, error) ||
-        !tokenizer_open(arguments->model, &tokenizer, error) ||
+        !eval_tokenizer_open(arguments, &tokenizer, error) ||
         !tokenizer_encode(tokenizer, text.data, text.size, true, &list, error))
         goto out;
     putchar('[');

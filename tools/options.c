@@ -28,6 +28,14 @@ void error_print(const char *program, const struct error *error)
     fprintf(stderr, "%s: %s\n", program, error->text);
 }
 
+void warning_print(const char *program, const char *path, const char *text)
+{
+    struct error warning;
+
+    error_set(&warning, "%s: warning: %s", path, text);
+    error_print(program, &warning);
+}
+
 /* ---- Command lines --------------------------------------------------------------------------- */
 
 static const struct option_row *find_row(const struct option_table *table, int id)

@@ -21,6 +21,9 @@ enum exit_code {
 /* Prints "PROGRAM: TEXT" to standard error. */
 void error_print(const char *program, const struct error *error);
 
+/* Prints "PROGRAM: PATH: warning: TEXT" to standard error, with --json too. */
+void warning_print(const char *program, const char *path, const char *text);
+
 /* ---- Command lines --------------------------------------------------------------------------- */
 
 /* An option has the id of its letter, or one from OPTION_LONG_ONLY up if it has none. */
@@ -140,14 +143,14 @@ bool output_flush(struct error *error);
 
 /* ---- The machine ----------------------------------------------------------------------------- */
 
-/* Has OpenMP's threads sleep soon when they wait, unless the environment says how they wait; first
- * of all in main, for it may start the program over. By default they spin for milliseconds, so that
- * on a busy machine each parallel region waits for a time slice of another program. */
+/* Has OpenMP's threads sleep soon when they wait, unless the environment says how they wait; before
+ * anything is read or computed, for it may start the program over. By default they spin for
+ * milliseconds, so that on a busy machine each parallel region waits for a time slice of another
+ * program. */
 void machine_calm_threads(char **argv);
 
-/* Takes BLAS's threads away from it; right after machine_calm_threads() in main. Ends the process,
- * with an error, if the limit on its address space has no room for what BLAS has already started.
- */
+/* Takes BLAS's threads away from it; first of all in main. Ends the process, with an error, if the
+ * limit on its address space has no room for what BLAS has already started. */
 void machine_start_blas(const char *program);
 
 /* Cores (not their hardware threads) that this process may run on; >= 1. */

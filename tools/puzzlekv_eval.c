@@ -249,6 +249,16 @@ static bool go_on(void *opaque, size_t done, size_t layers)
     return !interrupt_seen();
 }
 
+bool eval_tokenizer_open(const struct eval_arguments *arguments, struct tokenizer **tokenizer,
+                         struct error *error)
+{
+    if (!tokenizer_open(arguments->model, tokenizer, error))
+        return false;
+    if (tokenizer_doubt(*tokenizer) != NULL)
+        warning_print(program, arguments->model, tokenizer_doubt(*tokenizer));
+    return true;
+}
+
 bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,
                            struct transformer **transformer, struct error *error)
 {
@@ -322,7 +332,6 @@ int main(int argc, char **argv)
     struct error error;
     int code = EXIT_DONE;
 
-    machine_calm_threads(argv);
     machine_start_blas(program);
     if (command != NULL) {
         if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
@@ -347,6 +356,7 @@ int main(int argc, char **argv)
         } else if (wish == WISH_VERSION) {
             done = options_version(program, &error);
         } else {
+            machine_calm_threads(argv);
             interrupt_catch();
             file_map_guard(program);
             done = command->run(&arguments, &error);

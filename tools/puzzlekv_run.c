@@ -250,15 +250,12 @@ static bool open_conversation(struct run *run, struct error *error)
                                            : "its chat template is not of a format that is known",
                          a->format == FORMAT_CHAT ? "--chat" : "--system");
     if (a->format == FORMAT_OF_MODEL && kind == CHAT_UNKNOWN)
-        fprintf(stderr,
-                "%s: %s: warning: its chat template is not of a format that is known; the "
-                "prompt is taken as it is\n",
-                RUN_PROGRAM, a->model);
+        warning_print(RUN_PROGRAM, a->model,
+                      "its chat template is not of a format that is known; the prompt is taken as "
+                      "it is");
     if (a->format == FORMAT_OF_MODEL && kind == CHAT_NONE && a->interactive)
-        fprintf(stderr,
-                "%s: %s: warning: it has no chat template; it continues the text that it is "
-                "given\n",
-                RUN_PROGRAM, a->model);
+        warning_print(RUN_PROGRAM, a->model,
+                      "it has no chat template; it continues the text that it is given");
     run->raw = !known || a->format == FORMAT_RAW;
     return conversation_open(run->tokenizer, run->raw ? NULL : run->chat, a->system,
                              &run->conversation, error);
@@ -320,7 +317,11 @@ static bool open_run(struct run *run, struct error *error)
     if (a->cuda)
         return error_set(error, "--backend cuda: this build has no CUDA backend; it has: cpu");
     if (!read_prompt(run, error) || !model_open(a->model, &run->model, error) ||
-        !tokenizer_open(a->model, &run->tokenizer, error) || !open_conversation(run, error))
+        !tokenizer_open(a->model, &run->tokenizer, error))
+        return false;
+    if (tokenizer_doubt(run->tokenizer) != NULL)
+        warning_print(RUN_PROGRAM, a->model, tokenizer_doubt(run->tokenizer));
+    if (!open_conversation(run, error))
         return false;
     done = (run->prompt.data == NULL ||
             (conversation_ask(run->conversation, run->prompt.data, run->prompt.size, &prompt, &kept,
@@ -374,7 +375,6 @@ int main(int argc, char **argv)
     enum exit_code code = EXIT_FAILED;
     bool done;
 
-    machine_calm_threads(argv);
     machine_start_blas(RUN_PROGRAM);
     if (!read_arguments(argc, argv, &arguments, &error)) {
         error_print(RUN_PROGRAM, &error);
@@ -386,6 +386,7 @@ int main(int argc, char **argv)
                               : options_version(RUN_PROGRAM, &error);
         code = done ? EXIT_DONE : EXIT_FAILED;
     } else {
+        machine_calm_threads(argv);
         interrupt_catch();
         file_map_guard(RUN_PROGRAM);
         run.spec = arguments.spec;

@@ -233,6 +233,11 @@ bool tokenizer_adds_space(const struct tokenizer *tokenizer)
     return tokenizer->vocabulary.spelling == SPELLING_PIECES && tokenizer->prefix != PREFIX_NONE;
 }
 
+const char *tokenizer_doubt(const struct tokenizer *tokenizer)
+{
+    return tokenizer->doubt;
+}
+
 const char *tokenizer_chat_template(const struct tokenizer *tokenizer)
 {
     return tokenizer->chat_template;

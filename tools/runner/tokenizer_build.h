@@ -36,10 +36,11 @@ struct tokenizer {
     struct added_tokens added[2]; /* found before normalization, and after it */
     int32_t bos, eos;
     bool wants_bos;
+    const char *doubt; /* NULL, or a text that lasts */
     char *chat_template;
 };
 
-/* Fills a tokenizer that is all zero; bos, eos, wants_bos, chat_template and further ends of
+/* Fills a tokenizer that is all zero; bos, eos, wants_bos, doubt, chat_template and further ends of
  * answers are the reader's to set. What was built before an error is freed by tokenizer_close. */
 bool tokenizer_build(struct tokenizer *tokenizer, const struct tokenizer_source *source,
                      struct error *error);

@@ -275,6 +275,10 @@ static bool read_rest(struct tokenizer *tokenizer, const struct gguf_vocabulary 
     tokenizer->wants_bos =
         tokenizer->bos != TOKEN_NONE &&
         (kind == PRETOKENIZER_LLAMA3 || kind == PRETOKENIZER_TEKKEN || kind == PRETOKENIZER_NONE);
+    if (kind != PRETOKENIZER_NONE && !gguf_has(file->gguf, pre_key))
+        tokenizer->doubt =
+            "tokenizer.ggml.pre is missing: text is split in the way called default, "
+            "which may not be the model's";
     if (!optional_bool(file->gguf, add_bos_key, &tokenizer->wants_bos, error))
         return false;
     if (tokenizer->wants_bos && tokenizer->bos == TOKEN_NONE)
