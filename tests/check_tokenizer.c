@@ -721,6 +721,7 @@ START_TEST(configuration)
     write_text("tokenizer_config.json",
                "{\"add_bos_token\": true, \"bos_token\": {\"content\": \"<|im_start|>\"},"
                " \"eos_token\": \"<|begin_of_text|>\", \"chat_template\": \"one\"}");
+    write_text("config.json", "{\"eos_token_id\": [30, 31]}");
     write_text("generation_config.json", "{\"eos_token_id\": [20, 30]}");
     tokenizer = open_tokenizer(folder);
     ck_assert_int_eq(tokenizer_bos(tokenizer), 1);
@@ -728,6 +729,7 @@ START_TEST(configuration)
     ck_assert(tokenizer_is_end(tokenizer, 3));
     ck_assert(tokenizer_is_end(tokenizer, 20));
     ck_assert(tokenizer_is_end(tokenizer, 30));
+    ck_assert(tokenizer_is_end(tokenizer, 31));
     ck_assert(!tokenizer_is_end(tokenizer, 21));
     ck_assert_str_eq(tokenizer_chat_template(tokenizer), "one");
     tokenizer_close(tokenizer);
@@ -1010,8 +1012,9 @@ END_TEST
 
 START_TEST(bad_files)
 {
+    static const char *const ids[] = {"608", "-1", "1.5", "[1.5]", "[[1]]", "true", "{}"};
     json_t *root = load_kind("llama3", "tokenizer.json");
-    char nested[100000];
+    char nested[100000], config[64];
 
     tests_make_folder(folder);
     check_refused(folder, "/tokenizer.json", "");
@@ -1041,7 +1044,17 @@ START_TEST(bad_files)
     check_refused(folder, "/generation_config.json", "eos_token_id");
     write_text("generation_config.json", "{\"eos_token_id\": \"</s>\"}");
     check_refused(folder, "/generation_config.json", "eos_token_id");
+    write_text("generation_config.json", "{\"eos_token_id\": 18446744073709551615}");
+    check_refused(folder, "/generation_config.json", "too big");
+    write_text("generation_config.json", "{");
+    check_refused(folder, "/generation_config.json", "line 1");
     write_text("generation_config.json", "{\"eos_token_id\": null}");
+    for (size_t i = 0; i < sizeof ids / sizeof ids[0]; i++) {
+        snprintf(config, sizeof config, "{\"eos_token_id\": %s}", ids[i]);
+        write_text("config.json", config);
+        check_refused(folder, "/config.json", "eos_token_id: expected ids below the token count");
+    }
+    write_text("config.json", "{\"eos_token_id\": []}");
     tokenizer_close(open_tokenizer(folder));
     check_refused(in_folder("none.gguf"), "none.gguf", "");
     tests_remove_folder(folder);
@@ -1062,6 +1075,7 @@ struct vocabulary {
     int add_bos, add_space, remove_spaces, vocabulary_size; /* -1: not written */
     uint32_t score_type;
     bool nested_tokens;
+    const char *text_key, *number_key; /* written with such a value; NULL: none */
     json_t *root;
 };
 
@@ -1114,6 +1128,11 @@ static void load_vocabulary(struct vocabulary *vocabulary, int kind)
     }
 }
 
+static bool is(const char *key, const char *other)
+{
+    return key != NULL && strcmp(key, other) == 0;
+}
+
 /* Writes model.gguf into the folder and returns its path. */
 static const char *write_vocabulary(const struct vocabulary *vocabulary)
 {
@@ -1163,7 +1182,12 @@ static const char *write_vocabulary(const struct vocabulary *vocabulary)
         gguf_writer_uint(&writer, "tokenizer.ggml.eot_token_id", (uint32_t)vocabulary->eot);
     if (vocabulary->add_bos >= 0)
         gguf_writer_bool(&writer, "tokenizer.ggml.add_bos_token", vocabulary->add_bos);
-    gguf_writer_string(&writer, "tokenizer.chat_template", "{{ template }}");
+    if (vocabulary->text_key != NULL)
+        gguf_writer_string(&writer, vocabulary->text_key, "2");
+    if (vocabulary->number_key != NULL)
+        gguf_writer_uint(&writer, vocabulary->number_key, 608);
+    if (!is(vocabulary->number_key, "tokenizer.chat_template"))
+        gguf_writer_string(&writer, "tokenizer.chat_template", "{{ template }}");
     gguf_writer_save(&writer, in_folder("model.gguf"));
     gguf_writer_free(&writer);
     return in_folder("model.gguf");
@@ -1407,6 +1431,7 @@ START_TEST(gguf_without_pretokenizer)
 
         vocabulary.pre = i == 0 ? NULL : "default";
         tokenizer = open_tokenizer(write_vocabulary(&vocabulary));
+        ck_assert_int_eq(tokenizer_doubt(tokenizer) != NULL, i == 0);
         ck_assert(tokenizer_encode(tokenizer, "don't (1234567)", 15, true, &list[i], &error));
         tokenizer_close(tokenizer);
     }
@@ -1480,6 +1505,152 @@ START_TEST(bad_gguf)
 }
 END_TEST
 
+/* Every key with a value of another type than it has to be of. */
+START_TEST(gguf_values_of_other_types)
+{
+    static const struct {
+        int kind;
+        const char *key;
+        bool text;
+        const char *error;
+    } cases[] = {
+        {LLAMA3, "model", false, "is UINT32, expected STRING"},
+        {LLAMA3, "pre", false, "is UINT32, expected STRING"},
+        {LLAMA3, "merges", false, "is UINT32, expected an array of STRING"},
+        {LLAMA3, "merges", true, "is STRING, expected an array of STRING"},
+        {LLAMA3, "token_type", true, "is STRING, expected an array of integers"},
+        {LLAMA3, "token_type", false, "is UINT32, expected an array of integers"},
+        {LLAMA3, "bos_token_id", true, "is STRING, expected an integer"},
+        {LLAMA3, "eos_token_id", true, "is STRING, expected an integer"},
+        {LLAMA3, "eot_token_id", true, "is STRING, expected an integer"},
+        {LLAMA3, "eom_token_id", true, "is STRING, expected an integer"},
+        {LLAMA3, "eom_token_id", false, "608, but there are 608 tokens"},
+        {LLAMA3, "add_bos_token", true, "is STRING, expected BOOL"},
+        {LLAMA3, "add_bos_token", false, "is UINT32, expected BOOL"},
+        {LLAMA2, "unknown_token_id", true, "is STRING, expected an integer"},
+        {LLAMA2, "scores", true, "is STRING, expected an array of FLOAT32"},
+        {LLAMA2, "add_space_prefix", true, "is STRING, expected BOOL"},
+        {LLAMA2, "remove_extra_whitespaces", false, "is UINT32, expected BOOL"},
+    };
+
+    tests_make_folder(folder);
+    for (size_t i = 0; i <= sizeof cases / sizeof cases[0]; i++) {
+        const bool last = i == sizeof cases / sizeof cases[0];
+        struct vocabulary vocabulary;
+        char key[64], what[160];
+
+        load_vocabulary(&vocabulary, last ? LLAMA3 : cases[i].kind);
+        snprintf(key, sizeof key, "tokenizer.%s%s", last ? "" : "ggml.",
+                 last ? "chat_template" : cases[i].key);
+        snprintf(what, sizeof what, "%s: %s", key,
+                 last ? "is UINT32, expected STRING" : cases[i].error);
+        if (is(key, "tokenizer.ggml.model"))
+            vocabulary.model = NULL;
+        if (is(key, "tokenizer.ggml.pre"))
+            vocabulary.pre = NULL;
+        if (is(key, "tokenizer.ggml.merges"))
+            vocabulary.merge_count = 0;
+        if (is(key, "tokenizer.ggml.token_type"))
+            vocabulary.type_count = 0;
+        if (is(key, "tokenizer.ggml.scores"))
+            vocabulary.score_count = 0;
+        if (!last && cases[i].text)
+            vocabulary.text_key = key;
+        else
+            vocabulary.number_key = key;
+        check_refused(write_vocabulary(&vocabulary), "model.gguf", what);
+        json_decref(vocabulary.root);
+    }
+    tests_remove_folder(folder);
+}
+END_TEST
+
+/* --- memory ----------------------------------------------------------------------------------- */
+
+static bool open_for_memory(const char *path)
+{
+    struct tokenizer *tokenizer;
+    struct error error;
+
+    return tokenizer_open(path, &tokenizer, &error);
+}
+
+static void check_gguf_memory(struct gguf_writer *writer, const char *what)
+{
+    struct bytes image = gguf_writer_image(writer);
+
+    write_file(in_folder("model.gguf"), image.data, image.size);
+    tests_check_memory(open_for_memory, in_folder("model.gguf"), image.size, what);
+    bytes_free(&image);
+    gguf_writer_free(writer);
+    gguf_writer_start(writer);
+    gguf_writer_string(writer, "tokenizer.ggml.model", "gpt2");
+}
+
+/* `before`, then `unit` with a number in it until there are 2 MB, then `after`. */
+static void check_json_memory(const char *before, const char *unit, const char *after)
+{
+    struct bytes file = {0};
+    char text[64];
+
+    bytes_append(&file, before, strlen(before));
+    for (int i = 0; file.size < 2000000; i++)
+        bytes_append(&file, text, (size_t)snprintf(text, sizeof text, unit, i));
+    bytes_append(&file, after, strlen(after));
+    write_file(in_folder("tokenizer.json"), file.data, file.size);
+    tests_check_memory(open_for_memory, folder, file.size, unit);
+    bytes_free(&file);
+}
+
+/* What is claimed costs nothing, and what is there a small multiple of its size. */
+START_TEST(bounds_memory)
+{
+    static const char tokens_key[] = "tokenizer.ggml.tokens",
+                      merges_key[] = "tokenizer.ggml.merges";
+    static const char bpe[] = "{\"model\":{\"type\":\"BPE\",";
+    const size_t count = 100000;
+    const char **texts = tests_allocate(count, sizeof *texts);
+    char(*names)[8] = tests_allocate(count, sizeof *names);
+    struct gguf_writer writer;
+    char start[128];
+
+    tests_make_folder(folder);
+    gguf_writer_start(&writer);
+    gguf_writer_string(&writer, "tokenizer.ggml.model", "gpt2");
+    gguf_writer_array(&writer, tokens_key, GGUF_STRING, NULL, UINT32_MAX, 0);
+    check_gguf_memory(&writer, "claimed tokens");
+    for (size_t i = 0; i < count; i++) {
+        snprintf(names[i], sizeof names[i], "%zx", i);
+        texts[i] = names[i];
+    }
+    gguf_writer_strings(&writer, tokens_key, texts, count);
+    gguf_writer_array(&writer, merges_key, GGUF_STRING, NULL, UINT32_MAX, 0);
+    check_gguf_memory(&writer, "claimed merges");
+    gguf_writer_strings(&writer, tokens_key, texts, count);
+    gguf_writer_strings(&writer, merges_key, texts, count);
+    check_gguf_memory(&writer, "tokens");
+    for (size_t i = 0; i < count; i++)
+        texts[i] = i == 0 ? "a" : i == 1 ? "aa" : i + 1 < count ? "a a" : "a b";
+    gguf_writer_strings(&writer, tokens_key, texts, 2);
+    gguf_writer_strings(&writer, merges_key, texts + 2, count - 2);
+    check_gguf_memory(&writer, "merges");
+
+    check_json_memory("{\"model\":[", "%d,", "1]}");
+    check_json_memory("{\"model\":[", "[],", "1]}");
+    check_json_memory("{\"model\":[", "\"\",", "1]}");
+    snprintf(start, sizeof start, "%s\"vocab\":{", bpe);
+    check_json_memory(start, "\"%x\":0,", "\"\":1}}}");
+    snprintf(start, sizeof start, "%s\"vocab\":{\"a\":0},\"merges\":[", bpe);
+    check_json_memory(start, "\"a a\",", "1]}}");
+    snprintf(start, sizeof start, "%s\"vocab\":{\"a\":0},\"merges\":[]},\"added_tokens\":[", bpe);
+    check_json_memory(start, "{\"id\":1,\"content\":\"%d\"},", "1]}");
+    gguf_writer_free(&writer);
+    tests_remove_folder(folder);
+    free(names);
+    free(texts);
+}
+END_TEST
+
 static Suite *tokenizer_suite(void)
 {
     Suite *suite = suite_create("tokenizer");
@@ -1520,6 +1691,8 @@ static Suite *tokenizer_suite(void)
     suite_add_tcase(suite, folders);
 
     tcase_add_loop_test(gguf, gguf_ids, 0, MISTRAL);
+    tcase_add_test(gguf, gguf_values_of_other_types);
+    tcase_add_test(gguf, bounds_memory);
     tcase_add_test(gguf, gguf_options);
     tcase_add_test(gguf, gguf_pieces);
     tcase_add_test(gguf, gguf_without_pretokenizer);
