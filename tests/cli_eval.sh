@@ -21,8 +21,8 @@ compare_options 9
 
 # ---- What the command line shows to be wrong ----------------------------------------------------
 
-refuse 2 'COMMAND: is missing; there are: info, tokenize, logits, ppl'
-refuse 2 'bogus: unknown command; there are: info, tokenize, logits, ppl' bogus model.gguf
+refuse 2 'COMMAND: is missing; there are: info, tokenize, logits, ppl, '
+refuse 2 'bogus: unknown command; there are: info, tokenize, logits, ppl, ' bogus model.gguf
 refuse 2 'MODEL: is missing' info
 refuse 2 'unexpected argument' info model.gguf other.gguf
 refuse 2 '--file FILE: is missing' tokenize model.gguf

@@ -16,6 +16,7 @@
 #include "runner/model.h"
 #include "runner/tokenizer.h"
 #include "runner/transformer.h"
+#include "task_rows.h"
 
 struct eval_kv {
     const char *text; /* as typed */
@@ -32,6 +33,11 @@ struct eval_arguments {
     size_t prefill;       /* >= 1, < tokens */
     struct eval_kv *kv;   /* [kv_count], in the order typed */
     size_t kv_count;
+    enum task task; /* --task */
+    size_t length;  /* --length */
+    size_t rows;    /* --rows */
+    uint64_t seed;  /* --seed */
+    bool chat;      /* --chat */
     pkv_dtype dtype;
     unsigned threads;
     bool json;
@@ -42,6 +48,7 @@ bool eval_info(const struct eval_arguments *arguments, struct error *error);
 bool eval_tokenize(const struct eval_arguments *arguments, struct error *error);
 bool eval_logits(const struct eval_arguments *arguments, struct error *error);
 bool eval_ppl(const struct eval_arguments *arguments, struct error *error);
+bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *error);
 
 /* The model's tokenizer; warns if there is doubt about it. */
 bool eval_tokenizer_open(const struct eval_arguments *arguments, struct tokenizer **tokenizer,

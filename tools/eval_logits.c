@@ -1,18 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /* puzzlekv-eval logits: the logits of given tokens, for comparison with other implementations. */
-#define _GNU_SOURCE /* mkostemp */
 #include "eval.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "options.h"
-#include "runner/file_map.h"
+#include "output_file.h"
 
 /* Rows are written as they lie in memory. */
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a little-endian machine");
@@ -123,98 +119,12 @@ static bool print_document(const struct eval_arguments *arguments, const struct 
         error);
 }
 
-/* -o while it is written. A regular file appears under its name only once it is whole: half a file
- * would look like a whole one. */
-struct output {
-    FILE *file;
-    char *path;      /* where a regular file is to be; links followed */
-    char *temporary; /* beside it; NULL: written in place, as devices are */
-};
-
-/* With the permissions of the file that it replaces, or those of any new one. */
-static bool open_temporary(struct output *output, const struct stat *old, struct error *error)
-{
-    const size_t size = strlen(output->path) + sizeof ".XXXXXX";
-    mode_t mode = 0666;
-    int file;
-
-    output->temporary = malloc(size);
-    if (output->temporary == NULL)
-        return error_set(error, "out of memory");
-    snprintf(output->temporary, size, "%s.XXXXXX", output->path);
-    file = mkostemp(output->temporary, O_CLOEXEC);
-    if (file < 0) {
-        error_set(error, "%s: %s", output->path, strerror(errno));
-        free(output->temporary);
-        output->temporary = NULL;
-        return false;
-    }
-    file_map_guard_output(output->temporary);
-    if (old != NULL) {
-        mode = old->st_mode & 0777;
-    } else {
-        const mode_t mask = umask(0);
-
-        umask(mask);
-        mode &= ~mask;
-    }
-    output->file = fdopen(file, "wb");
-    if (output->file == NULL)
-        close(file);
-    if (output->file == NULL || fchmod(file, mode) != 0)
-        return error_set(error, "%s: %s", output->path, strerror(errno));
-    return true;
-}
-
-/* Not over a file that is read. */
-static bool open_output(const struct eval_arguments *arguments, struct output *output,
-                        struct error *error)
-{
-    const char *input = file_map_using(arguments->output);
-    struct stat old, ids;
-    const bool exists = stat(arguments->output, &old) == 0;
-
-    if (input == NULL && exists && stat(arguments->ids_file, &ids) == 0 &&
-        old.st_dev == ids.st_dev && old.st_ino == ids.st_ino)
-        input = arguments->ids_file;
-    if (input != NULL)
-        return error_set(error, "--output %s: is the input %s", arguments->output, input);
-    if (exists && !S_ISREG(old.st_mode)) {
-        output->file = fopen(arguments->output, "wbe");
-        return output->file != NULL ||
-               error_set(error, "%s: %s", arguments->output, strerror(errno));
-    }
-    output->path = exists ? realpath(arguments->output, NULL) : strdup(arguments->output);
-    if (output->path == NULL)
-        return error_set(error, "%s: %s", arguments->output, strerror(errno));
-    return open_temporary(output, exists ? &old : NULL, error);
-}
-
-/* Puts the file into its place if it is `whole`, else removes it. Returns `whole` or false with an
- * error. */
-static bool close_output(const struct eval_arguments *arguments, struct output *output, bool whole,
-                         struct error *error)
-{
-    if (output->file != NULL && fclose(output->file) != 0 && whole)
-        whole = error_set(error, "%s: %s", arguments->output, strerror(errno));
-    if (output->temporary != NULL) {
-        if (whole && rename(output->temporary, output->path) != 0)
-            whole = error_set(error, "%s: %s", arguments->output, strerror(errno));
-        if (!whole)
-            unlink(output->temporary);
-        file_map_guard_output(NULL);
-    }
-    free(output->temporary);
-    free(output->path);
-    return whole;
-}
-
 bool eval_logits(const struct eval_arguments *arguments, struct error *error)
 {
     struct model *model = NULL;
     struct eval_cache cache = {.store = NULL};
     int32_t *ids = NULL;
-    struct output output = {.file = NULL};
+    struct output_file output;
     size_t count;
     bool done = false;
 
@@ -234,9 +144,9 @@ bool eval_logits(const struct eval_arguments *arguments, struct error *error)
     if (!eval_cache_open(arguments, model, &arguments->kv[0].spec, count - 1, arguments->prefill,
                          &cache, error))
         goto out;
-    done = open_output(arguments, &output, error) &&
+    done = output_file_open(&output, arguments->output, arguments->ids_file, error) &&
            write_rows(arguments, model, &cache, ids, count, output.file, error);
-    done = close_output(arguments, &output, done, error);
+    done = output_file_close(&output, done, error);
     if (done && arguments->json)
         done = print_document(arguments, model, &cache, count, error);
 out:

@@ -87,24 +87,24 @@ bool options_next(const struct option_table *table, int argc, char **argv, int *
     return error_set(error, "%s: unknown or ambiguous option; --help lists them", argv[optind - 1]);
 }
 
-bool options_operand(int argc, char **argv, const char *name, const char **operand,
-                     struct error *error)
+bool options_operands(int argc, char **argv, const char *const *names, size_t count,
+                      const char **operands, struct error *error)
 {
-    if (optind >= argc)
-        return error_set(error, "%s: is missing; --help shows the usage", name);
-    return options_optional_operand(argc, argv, name, operand, error);
-}
+    char *const *given = argv + optind;
+    const size_t given_count = (size_t)(argc - optind);
 
-bool options_optional_operand(int argc, char **argv, const char *name, const char **operand,
-                              struct error *error)
-{
-    *operand = NULL;
-    if (optind >= argc)
-        return true;
-    if (optind + 1 < argc)
-        return error_set(error, "%s: unexpected argument after %s", argv[optind + 1], name);
-    *operand = argv[optind];
-    return **operand != '\0' || error_set(error, "%s: the name is empty", name);
+    for (size_t i = 0; i < count; i++) {
+        if (i >= given_count)
+            return error_set(error, "%s: is missing; --help shows the usage", names[i]);
+        if (*given[i] == '\0')
+            return error_set(error, "%s: the name is empty", names[i]);
+        operands[i] = given[i];
+    }
+    if (given_count > count && count == 0)
+        return error_set(error, "%s: unexpected argument", given[0]);
+    if (given_count > count)
+        return error_set(error, "%s: unexpected argument after %s", given[count], names[count - 1]);
+    return true;
 }
 
 bool options_help(const struct option_table *table, struct error *error)

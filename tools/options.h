@@ -62,13 +62,10 @@ struct option_table {
 bool options_next(const struct option_table *table, int argc, char **argv, int *id,
                   const char **argument, struct error *error);
 
-/* After OPTION_END: takes the one operand that there must be, called `name` in messages. */
-bool options_operand(int argc, char **argv, const char *name, const char **operand,
-                     struct error *error);
-
-/* The same where there may be none; *operand is then NULL. */
-bool options_optional_operand(int argc, char **argv, const char *name, const char **operand,
-                              struct error *error);
+/* After OPTION_END: takes the `count` operands, be it none, that there must be, called `names` in
+ * messages. */
+bool options_operands(int argc, char **argv, const char *const *names, size_t count,
+                      const char **operands, struct error *error);
 
 /* Prints usage, summary and options to standard output. */
 bool options_help(const struct option_table *table, struct error *error);

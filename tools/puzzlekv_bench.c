@@ -208,10 +208,8 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
             return false;
         seen[id] = true;
     }
-    if (!options_optional_operand(argc, argv, "the options", &value, error))
+    if (!options_operands(argc, argv, NULL, 0, NULL, error))
         return false;
-    if (value != NULL)
-        return error_set(error, "%s: unexpected argument", value);
     for (size_t i = 0; command->required[i] != 0; i++) {
         for (size_t row = 0; row < command->table.count; row++) {
             const struct option_row *option = &command->table.rows[row];

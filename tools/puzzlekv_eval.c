@@ -20,7 +20,13 @@ enum {
     OPTION_TOKENS,
     OPTION_PREFILL,
     OPTION_DTYPE,
-    OPTION_JSON
+    OPTION_TASK,
+    OPTION_LENGTH,
+    OPTION_ROWS,
+    OPTION_SEED,
+    OPTION_CHAT,
+    OPTION_JSON,
+    OPTION_COUNT
 };
 
 /* clang-format off */
@@ -67,6 +73,16 @@ static const struct option_row ppl_rows[] = {
     ROW_DTYPE_BF16,
     ROW_THREADS,
     ROW_JSON,
+    OPTION_ROWS_COMMON,
+};
+
+static const struct option_row generate_tasks_rows[] = {
+    {OPTION_TASK, "task", "NAME", "what is to be found:\n" TASK_NAMES},
+    {OPTION_LENGTH, "length", "N", "tokens of each prompt, exactly"},
+    {OPTION_ROWS, "rows", "N", "how many rows"},
+    {OPTION_SEED, "seed", "N", "seed of the random choices (42)"},
+    {OPTION_CHAT, "chat", NULL, "count the tokens of the model's chat format"},
+    {'o', "output", "FILE", "where the rows go, as JSON Lines"},
     OPTION_ROWS_COMMON,
 };
 
@@ -119,10 +135,18 @@ static const struct command commands[] = {
      {"raw", "puzzle"},
      PKV_BF16,
      eval_ppl},
+    {"generate-tasks",
+     TABLE("puzzlekv-eval generate-tasks MODEL --task NAME --length N --rows N -o FILE [OPTION]...",
+           "Writes test rows in RULER's format, of an exact length in the model's tokens.",
+           generate_tasks_rows),
+     {OPTION_TASK, OPTION_LENGTH, OPTION_ROWS, 'o'},
+     {NULL},
+     PKV_BF16,
+     eval_generate_tasks},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
-#define COMMAND_NAMES "info, tokenize, logits, ppl"
+#define COMMAND_NAMES "info, tokenize, logits, ppl, generate-tasks"
 
 static const struct command *find_command(const char *name)
 {
@@ -141,6 +165,16 @@ static bool add_kv(struct eval_arguments *a, const char *text, struct error *err
 
     kv->text = text;
     return kv_spec_parse(text, &kv->spec, error);
+}
+
+static bool option_seed(const char *value, uint64_t *seed, struct error *error)
+{
+    size_t number;
+
+    if (!number_size("--seed", value, 0, SIZE_MAX, &number, error))
+        return false;
+    *seed = number;
+    return true;
 }
 
 static bool set_option(struct eval_arguments *a, int id, const char *value, struct error *error)
@@ -165,6 +199,17 @@ static bool set_option(struct eval_arguments *a, int id, const char *value, stru
         return add_kv(a, value, error);
     case OPTION_DTYPE:
         return option_dtype(value, &a->dtype, error);
+    case OPTION_TASK:
+        return task_parse("--task", value, &a->task, error);
+    case OPTION_LENGTH:
+        return number_size("--length", value, 1, INT32_MAX, &a->length, error);
+    case OPTION_ROWS:
+        return number_size("--rows", value, 1, INT32_MAX, &a->rows, error);
+    case OPTION_SEED:
+        return option_seed(value, &a->seed, error);
+    case OPTION_CHAT:
+        a->chat = true;
+        return true;
     case OPTION_JSON:
         a->json = true;
         return true;
@@ -178,11 +223,12 @@ enum wish { WISH_RUN, WISH_HELP, WISH_VERSION };
 static bool read_arguments(const struct command *command, int argc, char **argv,
                            struct eval_arguments *a, enum wish *wish, struct error *error)
 {
-    bool seen[OPTION_JSON + 1] = {false};
+    bool seen[OPTION_COUNT] = {false};
     const char *value;
     int id;
 
-    *a = (struct eval_arguments){.threads = machine_threads(), .dtype = command->default_dtype};
+    *a = (struct eval_arguments){
+        .threads = machine_threads(), .dtype = command->default_dtype, .seed = 42};
     *wish = WISH_RUN;
     a->kv = calloc((size_t)argc + 2, sizeof *a->kv);
     if (a->kv == NULL)
@@ -200,7 +246,7 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
             return false;
         seen[id] = true;
     }
-    if (!options_operand(argc, argv, "MODEL", &a->model, error))
+    if (!options_operands(argc, argv, (const char *const[]){"MODEL"}, 1, &a->model, error))
         return false;
     for (size_t i = 0; command->required[i] != 0; i++) {
         for (size_t row = 0; row < command->table.count; row++) {

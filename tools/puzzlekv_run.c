@@ -185,7 +185,7 @@ static bool read_arguments(int argc, char **argv, struct run_arguments *a, struc
         if (a->help || a->version)
             return true;
     }
-    if (!options_operand(argc, argv, "MODEL", &a->model, error))
+    if (!options_operands(argc, argv, (const char *const[]){"MODEL"}, 1, &a->model, error))
         return false;
     if (a->prompt != NULL && a->file != NULL)
         return error_set(error, "-p, -f: give one or the other");
