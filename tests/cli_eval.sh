@@ -189,7 +189,7 @@ for output in "$work/ids" "$work/tiny/model.safetensors"; do
     mkdir -p "$work/tiny"
     cat "$tiny/config.json" > "$work/tiny/config.json"
     cat "$tiny/model.safetensors" > "$work/tiny/model.safetensors"
-    refuse 1 "--output $output: is the input" logits "$work/tiny" --tokens "$work/ids" \
+    refuse 1 "$output: is the input" logits "$work/tiny" --tokens "$work/ids" \
         --prefill 150 --kv raw -o "$output"
 done
 cmp "$work/ids" "$work/tiny-llama3.ids" || fail 'logits wrote over the token ids'

@@ -69,7 +69,7 @@ refuse 1 'the task s1 needs at least ' generate-tasks "$model" --task s1 --lengt
     -o "$work/short.jsonl"
 [ ! -e "$work/short.jsonl" ] || fail 'a refused command left an output'
 ln -s "$model" "$work/model.gguf"
-refuse 1 "--output $work/model.gguf: is the input" generate-tasks "$model" --task s1 --length 900 \
+refuse 1 "$work/model.gguf: is the input" generate-tasks "$model" --task s1 --length 900 \
     --rows 1 -o "$work/model.gguf"
 refuse 1 'No such file' generate-tasks "$model" --task s1 --length 900 --rows 1 \
     -o "$work/none/rows.jsonl"

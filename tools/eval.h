@@ -17,6 +17,7 @@
 #include "runner/tokenizer.h"
 #include "runner/transformer.h"
 #include "task_rows.h"
+#include "task_score.h"
 
 struct eval_kv {
     const char *text; /* as typed */
@@ -40,6 +41,11 @@ struct eval_arguments {
     bool chat;      /* --chat */
     pkv_dtype dtype;
     unsigned threads;
+    const char *rows_file;   /* the second operand of tasks */
+    enum task_metric metric; /* --metric */
+    size_t max_new;          /* --max-new */
+    bool resume;
+    bool csv;
     bool json;
 };
 
@@ -48,6 +54,7 @@ bool eval_info(const struct eval_arguments *arguments, struct error *error);
 bool eval_tokenize(const struct eval_arguments *arguments, struct error *error);
 bool eval_logits(const struct eval_arguments *arguments, struct error *error);
 bool eval_ppl(const struct eval_arguments *arguments, struct error *error);
+bool eval_tasks(const struct eval_arguments *arguments, struct error *error);
 bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *error);
 
 /* The model's tokenizer; warns if there is doubt about it. */

@@ -10,7 +10,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "options.h"
 #include "runner/json_text.h"
 #include "runner/pretokenizer.h"
 
@@ -24,23 +23,22 @@ bool jsonl_error(const struct jsonl *jsonl, struct error *error, const char *for
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    return error_set(error, "%s: line %zu: %s", jsonl->name, jsonl->line, text);
+    return error_set(error, "%s: line %zu: %s", jsonl->path, jsonl->line, text);
 }
 
 bool jsonl_open(const char *path, struct jsonl *jsonl, struct error *error)
 {
-    bool standard_input = strcmp(path, "-") == 0;
     /* Opening a FIFO must not wait for its writer. */
-    int file = standard_input ? dup(STDIN_FILENO) : open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    int file = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     struct stat status;
 
-    *jsonl = (struct jsonl){.name = standard_input ? "standard input" : path};
+    *jsonl = (struct jsonl){.path = path};
     if (file < 0 || fstat(file, &status) != 0) {
-        error_set(error, "%s: %s", jsonl->name, strerror(errno));
-    } else if (!standard_input && !S_ISREG(status.st_mode)) {
-        error_set(error, "%s: not a regular file (- reads standard input)", path);
+        error_set(error, "%s: %s", path, strerror(errno));
+    } else if (!S_ISREG(status.st_mode)) {
+        error_set(error, "%s: not a regular file", path);
     } else if ((jsonl->file = fdopen(file, "rb")) == NULL) {
-        error_set(error, "%s: %s", jsonl->name, strerror(errno));
+        error_set(error, "%s: %s", path, strerror(errno));
     } else {
         setvbuf(jsonl->file, NULL, _IONBF, 0);
         return true;
@@ -76,12 +74,9 @@ static bool read_more(struct jsonl *jsonl, size_t *got, struct error *error)
         jsonl->buffer = buffer;
         jsonl->capacity = capacity;
     }
-    do {
-        clearerr(jsonl->file);
-        *got = fread(jsonl->buffer + jsonl->end, 1, jsonl->capacity - jsonl->end, jsonl->file);
-    } while (*got == 0 && ferror(jsonl->file) && errno == EINTR && !interrupt_seen());
+    *got = fread(jsonl->buffer + jsonl->end, 1, jsonl->capacity - jsonl->end, jsonl->file);
     if (*got == 0 && ferror(jsonl->file))
-        return jsonl_error(jsonl, error, "%s", interrupt_seen() ? "interrupted" : strerror(errno));
+        return jsonl_error(jsonl, error, "%s", strerror(errno));
     jsonl->end += *got;
     return true;
 }

@@ -17,7 +17,7 @@
 
 /* Memory follows the longest line so far, not the file. */
 struct jsonl {
-    const char *name; /* for messages: the path, or "standard input" */
+    const char *path;
     FILE *file;
     size_t line; /* of the row that jsonl_next gave last; the first is 1 */
     json_t *row; /* valid until the next call */
@@ -32,8 +32,7 @@ struct jsonl {
     size_t begin, end, capacity; /* what is read and not yet given out: buffer[begin .. end - 1] */
 };
 
-/* Opens a regular file, or standard input if `path` is "-"; `path` lasts as long as the reader. On
- * failure nothing is left open. */
+/* Opens a regular file; `path` lasts as long as the reader. On failure nothing is left open. */
 bool jsonl_open(const char *path, struct jsonl *jsonl, struct error *error);
 
 /* Accepts one that is all zero. */

@@ -384,6 +384,21 @@ bool json_print(json_t *document, struct error *error)
     return output_flush(error);
 }
 
+void csv_text(const char *text)
+{
+    if (text[strcspn(text, ",\"\r\n")] == '\0') {
+        fputs(text, stdout);
+        return;
+    }
+    putchar('"');
+    for (; *text != '\0'; text++) {
+        if (*text == '"')
+            putchar('"');
+        putchar(*text);
+    }
+    putchar('"');
+}
+
 bool output_flush(struct error *error)
 {
     if (fflush(stdout) != 0 || ferror(stdout))

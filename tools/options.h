@@ -135,6 +135,9 @@ json_t *json_bytes(const char *bytes, size_t size);
  * built) fails. */
 bool json_print(json_t *document, struct error *error);
 
+/* Prints a field of a CSV file (RFC 4180) to standard output, quoted where it has to be. */
+void csv_text(const char *text);
+
 /* Flushes standard output; fails if anything printed to it was lost. */
 bool output_flush(struct error *error);
 

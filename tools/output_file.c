@@ -22,7 +22,7 @@ bool output_file_check(const char *path, const char *input, struct error *error)
     else if (input == NULL || stat(path, &output) != 0 || stat(input, &other) != 0 ||
              output.st_dev != other.st_dev || output.st_ino != other.st_ino)
         return true;
-    return error_set(error, "--output %s: is the input %s", path, input);
+    return error_set(error, "%s: is the input %s", path, input);
 }
 
 /* With the permissions of the file that it replaces, or those of any new one. */

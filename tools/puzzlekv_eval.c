@@ -25,6 +25,10 @@ enum {
     OPTION_ROWS,
     OPTION_SEED,
     OPTION_CHAT,
+    OPTION_METRIC,
+    OPTION_MAX_NEW,
+    OPTION_RESUME,
+    OPTION_CSV,
     OPTION_JSON,
     OPTION_COUNT
 };
@@ -35,6 +39,7 @@ enum {
                      "policy of the cache, repeatable (raw and puzzle);\nsee below"}
 #define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
 #define ROW_JSON    {OPTION_JSON, "json", NULL, "print one JSON document"}
+#define ROW_CSV     {OPTION_CSV, "csv", NULL, "print CSV instead of the table"}
 #define ROW_DTYPE_BF16 \
     {OPTION_DTYPE, "dtype", "TYPE", "storage type of the cache: bf16, f16 or f32 (bf16)"}
 #define ROW_DTYPE_F32 \
@@ -72,6 +77,22 @@ static const struct option_row ppl_rows[] = {
     ROW_KVS,
     ROW_DTYPE_BF16,
     ROW_THREADS,
+    ROW_JSON,
+    OPTION_ROWS_COMMON,
+};
+
+static const struct option_row tasks_rows[] = {
+    ROW_KVS,
+    {OPTION_METRIC, "metric", "NAME",
+     "score: all, the share of the references that the answer\n"
+     "contains, or part, whether it has any (all)"},
+    {OPTION_MAX_NEW, "max-new", "N", "tokens of an answer, at most (128)"},
+    {OPTION_CHAT, "chat", NULL, "put the prompts into the model's chat format"},
+    ROW_DTYPE_BF16,
+    ROW_THREADS,
+    {'o', "output", "FILE", "write each row's predictions, as JSON Lines"},
+    {OPTION_RESUME, "resume", NULL, "go on from what --output holds already"},
+    ROW_CSV,
     ROW_JSON,
     OPTION_ROWS_COMMON,
 };
@@ -135,6 +156,14 @@ static const struct command commands[] = {
      {"raw", "puzzle"},
      PKV_BF16,
      eval_ppl},
+    {"tasks",
+     TABLE("puzzlekv-eval tasks MODEL FILE [OPTION]...",
+           "Answers the rows of FILE, JSON Lines in RULER's format, under each policy.",
+           tasks_rows),
+     {0},
+     {"raw", "puzzle"},
+     PKV_BF16,
+     eval_tasks},
     {"generate-tasks",
      TABLE("puzzlekv-eval generate-tasks MODEL --task NAME --length N --rows N -o FILE [OPTION]...",
            "Writes test rows in RULER's format, of an exact length in the model's tokens.",
@@ -146,7 +175,7 @@ static const struct command commands[] = {
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
-#define COMMAND_NAMES "info, tokenize, logits, ppl, generate-tasks"
+#define COMMAND_NAMES "info, tokenize, logits, ppl, tasks, generate-tasks"
 
 static const struct command *find_command(const char *name)
 {
@@ -210,6 +239,16 @@ static bool set_option(struct eval_arguments *a, int id, const char *value, stru
     case OPTION_CHAT:
         a->chat = true;
         return true;
+    case OPTION_METRIC:
+        return task_metric_parse(value, &a->metric, error);
+    case OPTION_MAX_NEW:
+        return number_size("--max-new", value, 1, INT32_MAX, &a->max_new, error);
+    case OPTION_RESUME:
+        a->resume = true;
+        return true;
+    case OPTION_CSV:
+        a->csv = true;
+        return true;
     case OPTION_JSON:
         a->json = true;
         return true;
@@ -224,11 +263,12 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
                            struct eval_arguments *a, enum wish *wish, struct error *error)
 {
     bool seen[OPTION_COUNT] = {false};
+    const char *operands[2] = {NULL, NULL};
     const char *value;
     int id;
 
     *a = (struct eval_arguments){
-        .threads = machine_threads(), .dtype = command->default_dtype, .seed = 42};
+        .threads = machine_threads(), .dtype = command->default_dtype, .seed = 42, .max_new = 128};
     *wish = WISH_RUN;
     a->kv = calloc((size_t)argc + 2, sizeof *a->kv);
     if (a->kv == NULL)
@@ -246,8 +286,11 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
             return false;
         seen[id] = true;
     }
-    if (!options_operands(argc, argv, (const char *const[]){"MODEL"}, 1, &a->model, error))
+    if (!options_operands(argc, argv, (const char *const[]){"MODEL", "FILE"},
+                          command->run == eval_tasks ? 2 : 1, operands, error))
         return false;
+    a->model = operands[0];
+    a->rows_file = operands[1];
     for (size_t i = 0; command->required[i] != 0; i++) {
         for (size_t row = 0; row < command->table.count; row++) {
             const struct option_row *option = &command->table.rows[row];
@@ -263,6 +306,10 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
     }
     if (command->run == eval_logits && a->kv_count > 1)
         return error_set(error, "--kv: given %zu times; logits takes one", a->kv_count);
+    if (a->resume && a->output == NULL)
+        return error_set(error, "--resume: continues an --output, which is missing");
+    if (a->csv && a->json)
+        return error_set(error, "--csv, --json: give one or the other");
     if (a->tokens > 0 && a->prefill >= a->tokens)
         return error_set(error, "--prefill %zu: is not below --tokens %zu", a->prefill, a->tokens);
     return true;
@@ -272,7 +319,8 @@ static bool print_help(const struct command *command, struct error *error)
 {
     if (command != NULL)
         return options_help(&command->table, error) &&
-               (command->run == eval_tokenize || kv_spec_help(error));
+               (command->run == eval_tokenize || command->run == eval_generate_tasks ||
+                kv_spec_help(error));
     printf("Usage: puzzlekv-eval COMMAND MODEL [OPTION]...\n"
            "Measures what a policy for the KV cache does to MODEL, a GGUF file or a Hugging Face\n"
            "folder. Commands: " COMMAND_NAMES ".\n");

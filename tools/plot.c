@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: MIT */
+/* Plots as SVG files, which gnuplot draws. */
+#define _GNU_SOURCE /* pipe2 */
+#include "plot.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+#include <spawn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "output_file.h"
+
+extern char **environ;
+
+/* Starts gnuplot on a script from `input` that draws to `output`. */
+static bool start(const char *option, int input, int output, pid_t *child, struct error *error)
+{
+    char *arguments[] = {(char[]){"gnuplot"}, NULL, NULL};
+    posix_spawn_file_actions_t actions;
+    char copy[16];
+    int failed = posix_spawn_file_actions_init(&actions);
+
+    if (option != NULL) {
+        snprintf(copy, sizeof copy, "%s", option);
+        arguments[1] = copy;
+    }
+    if (failed == 0)
+        failed = posix_spawn_file_actions_adddup2(&actions, input, STDIN_FILENO);
+    if (failed == 0)
+        failed = posix_spawn_file_actions_adddup2(&actions, output, STDOUT_FILENO);
+    if (failed == 0)
+        failed = posix_spawnp(child, "gnuplot", &actions, NULL, arguments, environ);
+    posix_spawn_file_actions_destroy(&actions);
+    if (failed == ENOENT)
+        return error_set(error, "gnuplot: is not installed, and --plot draws with it (Debian "
+                                "package gnuplot-nox)");
+    return failed == 0 || error_set(error, "gnuplot: cannot be run: %s", strerror(failed));
+}
+
+static bool finish(pid_t child, struct error *error)
+{
+    int status;
+
+    while (waitpid(child, &status, 0) < 0) {
+        if (errno != EINTR)
+            return error_set(error, "gnuplot: %s", strerror(errno));
+    }
+    if (WIFSIGNALED(status))
+        return error_set(error, "gnuplot: ended by signal %d", WTERMSIG(status));
+    return WEXITSTATUS(status) == 0 ||
+           error_set(error, "gnuplot: failed with status %d", WEXITSTATUS(status));
+}
+
+bool plot_check(struct error *error)
+{
+    int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+    pid_t child;
+    bool done;
+
+    if (null < 0)
+        return error_set(error, "/dev/null: %s", strerror(errno));
+    done = start("--version", null, null, &child, error) && finish(child, error);
+    close(null);
+    return done;
+}
+
+/* ---- The script ------------------------------------------------------------------------------ */
+
+/* A string of the script, as it is. */
+static void quote(FILE *script, const char *text)
+{
+    putc('\'', script);
+    for (; *text != '\0'; text++) {
+        if (*text == '\'')
+            putc('\'', script);
+        putc((unsigned char)*text < 0x20 ? ' ' : *text, script);
+    }
+    putc('\'', script);
+}
+
+static bool is_plain(const struct plot_point *point)
+{
+    return isfinite(point->x) && isfinite(point->y);
+}
+
+static void write_points(FILE *script, const struct plot_series *series, size_t panel, size_t index)
+{
+    fprintf(script, "$data_%zu_%zu << END_OF_DATA\n", panel, index);
+    for (size_t i = 0; i < series->count; i++) {
+        const struct plot_point *point = &series->points[i];
+
+        if (is_plain(point))
+            fprintf(script, "%.9g %.9g %.9g %.9g\n", point->x, point->y,
+                    series->bars ? point->low : point->y, series->bars ? point->high : point->y);
+    }
+    fputs("END_OF_DATA\n", script);
+}
+
+static void write_series(FILE *script, const struct plot_series *series, size_t panel, size_t index)
+{
+    static const char *const colours[] = {"#0060ad", "#dd181f", "#2e8b57", "#c46a00", "#7a3e9d",
+                                          "#00808a", "#8a6d3b", "#d6338a", "#555555", "#6b8e23"};
+    const char *colour = colours[(size_t)series->colour % (sizeof colours / sizeof *colours)];
+
+    if (series->bars)
+        fprintf(script,
+                "$data_%zu_%zu using 1:2:3:4 with yerrorbars linecolor '%s' pointtype 0 notitle, ",
+                panel, index, colour);
+    fprintf(script, "$data_%zu_%zu using 1:2 with %s linecolor '%s' linewidth %s", panel, index,
+            series->style == PLOT_MARKS ? "linespoints pointtype 7 pointsize 0.5" : "lines", colour,
+            series->style == PLOT_LINE    ? "2.5"
+            : series->style == PLOT_MARKS ? "1"
+                                          : "0.4");
+    if (series->name != NULL) {
+        fputs(" title ", script);
+        quote(script, series->name);
+    } else {
+        fputs(" notitle", script);
+    }
+}
+
+static void write_panel(FILE *script, const struct plot_panel *panel, size_t number)
+{
+    const char *gap = "plot ";
+
+    fputs("set title ", script);
+    quote(script, panel->title);
+    fputs("\nset xlabel ", script);
+    quote(script, panel->x_label);
+    fputs("\nset ylabel ", script);
+    quote(script, panel->y_label);
+    fputs(panel->key_below ? "\nset key outside below noenhanced\n"
+                           : "\nset key inside right bottom noenhanced\n",
+          script);
+    for (size_t i = 0; i < panel->series_count; i++)
+        write_points(script, &panel->series[i], number, i);
+    for (size_t i = 0; i < panel->series_count; i++) {
+        bool any = false;
+
+        for (size_t j = 0; j < panel->series[i].count; j++)
+            any |= is_plain(&panel->series[i].points[j]);
+        if (!any)
+            continue;
+        fputs(gap, script);
+        write_series(script, &panel->series[i], number, i);
+        gap = ", ";
+    }
+    putc('\n', script);
+}
+
+static void write_script(FILE *script, const struct plot_panel *panels, size_t panel_count)
+{
+    fprintf(script,
+            "set terminal svg size %zu,480 dynamic noenhanced font 'sans-serif,13' "
+            "background rgb 'white'\n"
+            "set grid linecolor '#dddddd'\nset border 3\nset tics nomirror out\n"
+            "set offsets graph 0.05, graph 0.05, graph 0.05, graph 0.05\n"
+            "set multiplot layout 1,%zu\n",
+            60 + 580 * panel_count, panel_count);
+    for (size_t i = 0; i < panel_count; i++)
+        write_panel(script, &panels[i], i);
+    fputs("unset multiplot\n", script);
+}
+
+bool plot_write(const char *path, const struct plot_panel *panels, size_t panel_count,
+                struct error *error)
+{
+    FILE *output = output_file_open(path, NULL, error);
+    FILE *script;
+    struct sigaction ignore = {.sa_handler = SIG_IGN}, before;
+    int ends[2];
+    pid_t child;
+    bool done;
+
+    if (output == NULL)
+        return false;
+    if (pipe2(ends, O_CLOEXEC) != 0) {
+        error_set(error, "gnuplot: %s", strerror(errno));
+        return output_file_close(output, path, false, error);
+    }
+    done = start(NULL, ends[0], fileno(output), &child, error);
+    close(ends[0]);
+    /* If gnuplot ends early, its status says so. */
+    sigemptyset(&ignore.sa_mask);
+    sigaction(SIGPIPE, &ignore, &before);
+    script = done ? fdopen(ends[1], "w") : NULL;
+    if (script != NULL) {
+        write_script(script, panels, panel_count);
+        fclose(script);
+    } else {
+        close(ends[1]);
+    }
+    sigaction(SIGPIPE, &before, NULL);
+    if (done)
+        done = finish(child, error);
+    return output_file_close(output, path, done, error);
+}

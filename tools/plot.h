@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: MIT */
+/* Plots as SVG files, which gnuplot draws. */
+#ifndef PUZZLEKV_TOOLS_PLOT_H
+#define PUZZLEKV_TOOLS_PLOT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "error.h"
+
+struct plot_point {
+    double x, y;
+    double low, high; /* of y, where the series has bars */
+};
+
+struct plot_series {
+    const char *name; /* NULL: not in the key */
+    const struct plot_point *points;
+    size_t count;
+    int colour; /* 1, 2, ...: series of one colour belong together */
+    enum { PLOT_LINE, PLOT_THIN_LINE, PLOT_MARKS } style; /* marks are joined by a line */
+    bool bars;
+};
+
+/* One of several diagrams, side by side. */
+struct plot_panel {
+    const char *title, *x_label, *y_label;
+    const struct plot_series *series;
+    size_t series_count;
+    bool key_below; /* else inside */
+};
+
+/* Fails if gnuplot cannot be run; so that a long run need not end with that. */
+bool plot_check(struct error *error);
+
+/* Writes `path`, which must not be a file that is being read. Points that are not finite are left
+ * out. */
+bool plot_write(const char *path, const struct plot_panel *panels, size_t panel_count,
+                struct error *error);
+
+#endif
