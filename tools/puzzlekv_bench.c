@@ -491,7 +491,6 @@ int main(int argc, char **argv)
     struct error error;
     int code = EXIT_DONE;
 
-    machine_calm_threads(argv);
     machine_start_blas(program);
     if (command != NULL) {
         if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
@@ -516,6 +515,7 @@ int main(int argc, char **argv)
         } else if (wish == WISH_VERSION) {
             done = options_version(program, &error);
         } else {
+            machine_calm_threads(argv);
             interrupt_catch();
             file_map_guard(program);
             done = command->run(&arguments, &error);
