@@ -19,8 +19,8 @@ compare_options 8
 
 # ---- What the command line shows to be wrong ----------------------------------------------------
 
-refuse 2 'COMMAND: is missing; there are: storage, attention, factorize'
-refuse 2 'bogus: unknown command; there are: storage, attention, factorize' bogus
+refuse 2 'COMMAND: is missing; there are: storage, attention, factorize, model'
+refuse 2 'bogus: unknown command; there are: storage, attention, factorize, model' bogus
 refuse 2 'extra: unexpected argument' storage --shape qwen3-8b --tokens 9 extra
 refuse 2 'is not one of llama-3.1-8b, qwen3-8b, smollm2-135m' storage --shape gpt-5 --tokens 9
 refuse 2 '--shape NAME: is missing' storage --tokens 9
@@ -100,6 +100,36 @@ for i in 0 1 2; do
 done
 same 'only solver' "$(puzzlekv-bench factorize --shape qwen3-8b --pages 1 --solver ssyevr \
     --repeats 1 -t 1 --csv | tail -n 1 | sed 's/.*"qwen3-8b",16,1,"ssyevr",.*,/ssyevr /')" 'ssyevr 1'
+
+# ---- model --------------------------------------------------------------------------------------
+
+tiny=${PUZZLEKV_TEST_DATA:?}/tiny-llama3
+refuse 2 'MODEL: is missing' model --prompt-tokens 9 --predict 2
+refuse 2 "$tiny: unexpected argument" model "$tiny" --shape qwen3-8b --prompt-tokens 9 --predict 2
+refuse 2 'unexpected argument' model "$tiny" other --prompt-tokens 9 --predict 2
+refuse 2 '--prompt-tokens N: is missing' model "$tiny" --predict 2
+refuse 2 '--predict M: is missing' model "$tiny" --prompt-tokens 9
+refuse 1 'No such file' model "$work/none.gguf" --prompt-tokens 9 --predict 2
+refuse 1 "the model's context is" model "$tiny" --prompt-tokens 2000000000 --predict 2
+refuse 1 'memory: this takes' model --shape qwen3-8b --prompt-tokens 2000000000 --predict 2
+document model model "$tiny" --prompt-tokens 150 --predict 11 --repeats 2 -t 1 \
+    --kv puzzle --kv raw --kv static
+same 'keys of model' "$(keys model)" \
+    'isa cpu threads dtype model prompt_tokens predict repeats results '
+same 'first ratios' "$(value model results.0.ttft_ratio) $(value model results.0.tpot_ratio)" \
+    '1.0 1.0'
+# The last token is not fed: 160 are 5 pages, of which 3 are factorized.
+awk "BEGIN { r = $(value model results.0.kv_ratio) / ((2 * 2 * 32 * 64 + 3 * 30 * 96) / (160 * 128)); \
+    exit !(r > 0.999999 && r < 1.000001) }" || fail "kv_ratio: $(value model results.0.kv_ratio)"
+same 'dense ratios' "$(value model results.1.kv_ratio) $(value model results.2.kv_ratio)" '1.0 1.0'
+for key in results.0.ttft_s results.0.tpot_s results.0.factorize_s results.1.ttft_low \
+    results.2.tpot_high results.2.tpot_ratio; do
+    awk "BEGIN { exit !($(value model $key) > 0) }" || fail "$key: $(value model $key)"
+done
+document shape model --shape smollm2-135m --prompt-tokens 8 --predict 1 --repeats 1 --kv raw
+same 'keys of model --shape' "$(keys shape)" \
+    'isa cpu threads dtype shape prompt_tokens predict repeats results '
+same 'time of no further token' "$(value shape results.0.tpot_s)" null
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 

@@ -35,9 +35,11 @@ extern const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT];
 
 /* The command line, checked; a command reads what its table of options offers. */
 struct bench_arguments {
-    const char *shape;  /* as typed */
+    const char *file;   /* of a model; NULL: it is a shape */
+    const char *shape;  /* as typed; NULL: there is none */
     struct model model; /* the shape's, without weights */
     size_t tokens, batch;
+    size_t prompt_tokens, predict;
     size_t repeats;      /* >= 1 */
     struct bench_kv *kv; /* [kv_count], in the order typed; resolved if there is a shape */
     size_t kv_count;
@@ -55,6 +57,7 @@ bool bench_storage(const struct bench_arguments *arguments, struct error *error)
 bool bench_attention(const struct bench_arguments *arguments, struct error *error);
 
 bool bench_factorize(const struct bench_arguments *arguments, struct error *error);
+bool bench_model(const struct bench_arguments *arguments, struct error *error);
 
 /* Fails unless the caches that these configurations would open fit into free memory together with
  * `more` bytes. */

@@ -22,6 +22,8 @@ enum {
     OPTION_BATCH,
     OPTION_PAGES,
     OPTION_SOLVER,
+    OPTION_PROMPT_TOKENS,
+    OPTION_PREDICT,
     OPTION_REPEATS,
     OPTION_KV,
     OPTION_DTYPE,
@@ -75,6 +77,18 @@ static const struct option_row factorize_rows[] = {
     OPTION_ROWS_COMMON,
 };
 
+static const struct option_row model_rows[] = {
+    ROW_SHAPE,
+    {OPTION_PROMPT_TOKENS, "prompt-tokens", "N", "tokens of the prompt, which are random"},
+    {OPTION_PREDICT, "predict", "M", "tokens to generate"},
+    ROW_KVS,
+    ROW_DTYPE,
+    ROW_THREADS,
+    ROW_REPEATS("5"),
+    ROWS_FORMAT,
+    OPTION_ROWS_COMMON,
+};
+
 struct command {
     const char *name;
     struct option_table table;
@@ -108,10 +122,18 @@ static const struct command commands[] = {
      {OPTION_SHAPE, OPTION_PAGES},
      11,
      bench_factorize},
+    {"model",
+     TABLE("puzzlekv-bench model (MODEL | --shape NAME) --prompt-tokens N --predict M "
+           "[--kv SPEC]...\n                            [OPTION]...",
+           "Time to the first token and per further one, of a model file or of random weights.",
+           model_rows),
+     {OPTION_PROMPT_TOKENS, OPTION_PREDICT},
+     5,
+     bench_model},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
-#define COMMAND_NAMES "storage, attention, factorize"
+#define COMMAND_NAMES "storage, attention, factorize, model"
 
 static const struct command *find_command(const char *name)
 {
@@ -160,6 +182,10 @@ static bool set_option(struct bench_arguments *a, int id, const char *value, str
         return number_size("--pages", value, 1, INT32_MAX, &a->pages, error);
     case OPTION_SOLVER:
         return add_solver(a, value, error);
+    case OPTION_PROMPT_TOKENS:
+        return number_size("--prompt-tokens", value, 1, INT32_MAX, &a->prompt_tokens, error);
+    case OPTION_PREDICT:
+        return number_size("--predict", value, 1, INT32_MAX, &a->predict, error);
     case OPTION_REPEATS:
         return number_size("--repeats", value, 1, 100000, &a->repeats, error);
     case OPTION_KV:
@@ -183,6 +209,7 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
                            struct bench_arguments *a, enum wish *wish, struct error *error)
 {
     bool seen[OPTION_IDS] = {false};
+    const char *const operand = "MODEL";
     const char *value;
     int id;
 
@@ -208,7 +235,9 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
             return false;
         seen[id] = true;
     }
-    if (!options_operands(argc, argv, NULL, 0, NULL, error))
+    /* A model is a file or a shape. */
+    if (!options_operands(argc, argv, &operand, command->run == bench_model && a->shape == NULL,
+                          &a->file, error))
         return false;
     for (size_t i = 0; command->required[i] != 0; i++) {
         for (size_t row = 0; row < command->table.count; row++) {
