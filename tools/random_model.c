@@ -64,6 +64,7 @@ static void fill(struct weight *weight, uint64_t seed, unsigned threads)
     uint16_t scale = (uint16_t)((15 - exponent) << 10);
     unsigned char *data = (unsigned char *)weight->data;
 
+    (void)threads; /* unused without OpenMP */
 #pragma omp parallel for num_threads(threads)
     for (size_t row = 0; row < weight->rows; row++) {
         unsigned char *block = data + row * weight->row_bytes;

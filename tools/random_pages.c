@@ -98,6 +98,7 @@ bool random_pages(uint64_t seed, size_t blocks, size_t heads, size_t dim, unsign
     float singular_k[PAGE], singular_v[PAGE];
     bool failed = false;
 
+    (void)threads; /* unused without OpenMP */
     spectrum(0.73, 0.19, count, dim, singular_k);
     spectrum(0.37, 0.16, count, dim, singular_v);
 #pragma omp parallel num_threads(threads)
