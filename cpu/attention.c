@@ -84,6 +84,7 @@ static void lay_out(struct backend *backend, size_t rows)
     layout->q = take(floats, rows * d);
     layout->scores = take(floats, rows * kernels_padded(columns));
     layout->inner = take(floats, rows * kernels_padded(rank));
+    layout->folded = take(floats, rows * kernels_padded(cpu_max(length, d)));
     layout->scale = take(floats, rows);
     layout->valid = take(floats, rows);
     layout->run = take(floats, state_floats(backend, rows));
@@ -177,6 +178,7 @@ static struct worker worker_init(const struct backend *backend, size_t layer)
                 .q = scratch + layout->q,
                 .scores = scratch + layout->scores,
                 .inner = scratch + layout->inner,
+                .folded = scratch + layout->folded,
                 .score_stride = kernels_padded(cpu_max(geometry->policy.page_tokens, BLOCK_TOKENS)),
                 .inner_stride = kernels_padded(rank),
                 .output_stride = kernels_padded(geometry->head_dim),

@@ -9,6 +9,7 @@
 static const struct codec *const codecs[] = {
     [PKV_FACTORS_NONE] = NULL,
     [PKV_FACTORS_NATIVE] = &codec_native,
+    [PKV_FACTORS_INT4] = &codec_int4,
 };
 
 static void close_backend(struct backend *backend)

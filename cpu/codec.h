@@ -8,8 +8,8 @@
  *     K   R_K^T [d, r], then L_K^T [r, P]
  *     V   L_V [P, r], then R_V [r, d]
  *
- * so that each factor of Eq. 4 is the right operand of a product over its rows. Every part is
- * aligned to float and readable KERNELS_PAD elements past its end.
+ * so that each factor of Eq. 4 is the right operand of a product over its rows. K and V of a page
+ * are aligned to float and readable KERNELS_PAD elements past their ends.
  */
 #ifndef PUZZLEKV_CPU_CODEC_H
 #define PUZZLEKV_CPU_CODEC_H
@@ -24,6 +24,7 @@ struct codec_queries {
     float *q;      /* [rows, d], scaled; left operands of `arithmetic` */
     float *scores; /* [rows, score_stride] */
     float *inner;  /* [rows, inner_stride]: q R_K^T, then exp(s) L_V */
+    float *folded; /* [rows], the larger of P and d elements each, padded: a codec's own */
     size_t score_stride;
     size_t inner_stride;
     size_t output_stride;
@@ -52,7 +53,7 @@ struct codec {
                  const unsigned char *page, void *out);
 };
 
-/* In the storage type, without gaps. */
 extern const struct codec codec_native;
+extern const struct codec codec_int4;
 
 #endif

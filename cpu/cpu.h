@@ -36,8 +36,8 @@ struct page_job {
 
 /* Offsets in floats into a thread's scratch; see attention.c. */
 struct attention_layout {
-    size_t q, scores, inner, scale, valid; /* one page or block */
-    size_t run, merged;                    /* states: m, l, o */
+    size_t q, scores, inner, folded, scale, valid; /* one page or block */
+    size_t run, merged;                            /* states: m, l, o */
     size_t floats;
 };
 
@@ -74,7 +74,7 @@ struct cpu_step {
     size_t scratch_bytes;
 };
 
-struct codec;
+struct codec; /* codec.h */
 
 struct backend {
     const struct geometry *geometry;

@@ -64,6 +64,16 @@ typedef void kernel_chain(size_t rows, const float *a, size_t lda, struct matrix
                           struct matrix b2, float *inner, size_t ldi, const float *scale, float *c,
                           size_t ldc);
 
+/*
+ * The product with a matrix b [k, n] of INT4 codes: -7 .. 7 as 4-bit two's complement, two in a
+ * byte. In pairs of rows (k even) byte i * n + j holds [2 i, j] in its low four bits and
+ * [2 i + 1, j] in its high ones; in pairs of columns (n even) byte i * n / 2 + j holds [i, 2 j] and
+ * [i, 2 j + 1]. The last row, or pair of rows, is readable up to n padded codes, or pairs. Left
+ * operands are f32; the sum is one multiply-add chain, p ascending.
+ */
+typedef void kernel_codes(size_t rows, size_t k, size_t n, const float *a, size_t lda,
+                          const uint8_t *b, const float *scale, float *c, size_t ldc);
+
 /* Rows of n elements, padded, into left operands. */
 typedef void kernel_pack(size_t rows, size_t n, float *a, size_t lda);
 
@@ -102,6 +112,8 @@ struct kernels {
     const char *name;
     size_t panel;
     struct arithmetic arithmetic[3]; /* by pkv_dtype of b */
+    kernel_codes *multiply_row_pairs;
+    kernel_codes *multiply_column_pairs;
     kernel_merge *merge;
     kernel_to_f32 *to_f32[3];     /* by pkv_dtype of `from` */
     kernel_from_f32 *from_f32[3]; /* by pkv_dtype of `to` */

@@ -22,6 +22,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+typedef uint8_t vector_u8 __attribute__((vector_size(LANES)));
+typedef int8_t vector_i8 __attribute__((vector_size(LANES)));
+typedef uint8_t vector_half_u8 __attribute__((vector_size(LANES / 2)));
+typedef uint16_t vector_half_u16 __attribute__((vector_size(LANES)));
+
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -282,6 +287,106 @@ ARITHMETIC(f16, PKV_F16, tile, no_pack)
 ARITHMETIC(bf16, PKV_BF16, tile, no_pack)
 #endif
 
+/* ---- Products with INT4 codes ---- */
+
+/* Codes in the low four bits of bytes. */
+INLINE vector_f32 from_codes(vector_u8 codes)
+{
+    vector_i8 value = (vector_i8)(codes ^ 8) - 8;
+
+    return __builtin_convertvector(__builtin_convertvector(value, vector_i32), vector_f32);
+}
+
+INLINE void tile_row_pairs(size_t rows, size_t vectors, pkv_dtype unused, size_t k, const float *a,
+                           size_t lda, const char *b, size_t ldb_bytes, const float *scale,
+                           float *c, size_t ldc)
+{
+    vector_f32 sum[TILE_MOST][PANEL_VECTORS];
+    vector_f32 even[PANEL_VECTORS], odd[PANEL_VECTORS];
+
+    (void)unused;
+    sums_begin(rows, vectors, scale, c, ldc, sum);
+    for (size_t p = 0; p < k; p += 2, b += ldb_bytes) {
+        UNROLL
+        for (size_t j = 0; j < vectors; j++) {
+            vector_u8 codes;
+
+            memcpy(&codes, b + j * LANES, sizeof codes);
+            even[j] = from_codes(codes & 15);
+            odd[j] = from_codes(codes >> 4);
+        }
+        multiply_row(rows, vectors, a + p, lda, even, sum);
+        multiply_row(rows, vectors, a + p + 1, lda, odd, sum);
+    }
+    sums_end(rows, vectors, sum, c, ldc);
+}
+
+INLINE void tile_column_pairs(size_t rows, size_t vectors, pkv_dtype unused, size_t k,
+                              const float *a, size_t lda, const char *b, size_t ldb_bytes,
+                              const float *scale, float *c, size_t ldc)
+{
+    vector_f32 sum[TILE_MOST][PANEL_VECTORS];
+    vector_f32 value[PANEL_VECTORS];
+
+    (void)unused;
+    sums_begin(rows, vectors, scale, c, ldc, sum);
+    for (size_t p = 0; p < k; p++, b += ldb_bytes) {
+        UNROLL
+        for (size_t j = 0; j < vectors; j++) {
+            vector_half_u8 bytes;
+            vector_half_u16 pairs;
+
+            memcpy(&bytes, b + j * (LANES / 2), sizeof bytes);
+            pairs = __builtin_convertvector(bytes, vector_half_u16);
+            /* The low four bits to the byte that comes first, the high ones to the other. */
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+            pairs = pairs << 8 | pairs >> 4;
+#else
+            pairs |= pairs << 4;
+#endif
+            value[j] = from_codes((vector_u8)pairs & 15);
+        }
+        multiply_row(rows, vectors, a + p, lda, value, sum);
+    }
+    sums_end(rows, vectors, sum, c, ldc);
+}
+
+/* Column j of b begins at byte j / per_byte of a row. */
+INLINE void multiply_codes(tile_function *multiply, size_t per_byte, size_t rows, size_t k,
+                           size_t n, const float *a, size_t lda, const uint8_t *b,
+                           const float *scale, float *c, size_t ldc)
+{
+    for (size_t j = 0; j < n; j += PANEL) {
+        const char *data = (const char *)b + j / per_byte;
+        size_t used = n - j < PANEL ? n - j : PANEL;
+
+#define VECTORS(v)                                                                                 \
+    case v:                                                                                        \
+        if (v <= PANEL_VECTORS)                                                                    \
+            panel(multiply, v, PKV_F32, rows, k, a, lda, data, n / per_byte, scale, c + j, ldc);   \
+        break;
+        switch ((used + LANES - 1) / LANES) {
+            VECTORS(1)
+            VECTORS(2)
+            VECTORS(3)
+            VECTORS(4)
+        }
+#undef VECTORS
+    }
+}
+
+static void multiply_row_pairs(size_t rows, size_t k, size_t n, const float *a, size_t lda,
+                               const uint8_t *b, const float *scale, float *c, size_t ldc)
+{
+    multiply_codes(tile_row_pairs, 1, rows, k, n, a, lda, b, scale, c, ldc);
+}
+
+static void multiply_column_pairs(size_t rows, size_t k, size_t n, const float *a, size_t lda,
+                                  const uint8_t *b, const float *scale, float *c, size_t ldc)
+{
+    multiply_codes(tile_column_pairs, 2, rows, k, n, a, lda, b, scale, c, ldc);
+}
+
 /* ---- Softmax ---- */
 
 static void softmax(size_t rows, size_t n, const uint32_t *valid, float *s, size_t lds, float *m,
@@ -408,6 +513,8 @@ const struct kernels KERNELS = {
     .arithmetic = {{product_f32, chain_f32, NULL, softmax},
                    {product_f16, chain_f16, NULL, softmax},
                    OWN_BF16},
+    .multiply_row_pairs = multiply_row_pairs,
+    .multiply_column_pairs = multiply_column_pairs,
     .merge = merge,
     .to_f32 = {f32_to_f32, f16_to_f32s, bf16_to_f32s},
     .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32},

@@ -6,6 +6,7 @@
 #include "memory.h"
 #include "message.h"
 #include "pages.h"
+#include "parts.h"
 
 /* A validated configuration as a backend needs it; lives as long as the cache. */
 struct geometry {
@@ -14,9 +15,9 @@ struct geometry {
     size_t kv_heads;
     size_t head_dim; /* d */
     struct page_policy policy;
-    const size_t *rank_k; /* [layers]; 0 without factors */
-    const size_t *rank_v; /* [layers] */
-    pkv_factors factors_k;
+    const size_t *rank_k;  /* [layers]; 0 without factors */
+    const size_t *rank_v;  /* [layers] */
+    pkv_factors factors_k; /* how K of a factorized page is stored */
     pkv_factors factors_v;
     pkv_solver solver;
     pkv_dtype dtype;
@@ -47,9 +48,6 @@ struct backend_plan {
     size_t n_items;
     size_t rows; /* new tokens of all items */
 };
-
-/* The parts of a page in the order in which digests read them. */
-enum page_part { PART_K = 0, PART_V, PART_K_LEFT, PART_K_RIGHT, PART_V_LEFT, PART_V_RIGHT };
 
 struct backend; /* one cache's instance; each backend defines it as it likes */
 
@@ -85,8 +83,7 @@ struct backend_ops {
      * rounded to the storage type. */
     pkv_status (*rebuild)(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot);
 
-    /* Canonical row-major contents in the storage type: K, V [tokens, d]; left [P, r]; right
-     * [r, d]. The part must exist in a slot of the page's kind. */
+    /* A part in the canonical form of parts.h. It must exist in a slot of the page's kind. */
     pkv_status (*read)(struct backend *backend, struct page page, size_t layer, size_t kv_head,
                        size_t tokens, enum page_part part, void *out);
 };

@@ -7,21 +7,42 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Bytes of the largest thing that is read from a page at once. */
-static size_t page_scratch_bytes(const struct geometry *geometry)
+struct part_form cache_part(const struct pkv_cache *cache, size_t layer, size_t tokens,
+                            enum page_part part)
 {
+    const struct geometry *geometry = &cache->geometry;
+    bool is_key = part == PART_K || part == PART_K_LEFT || part == PART_K_RIGHT;
+
+    return parts_form(part, is_key ? geometry->factors_k : geometry->factors_v, tokens,
+                      geometry->head_dim,
+                      is_key ? geometry->rank_k[layer] : geometry->rank_v[layer]);
+}
+
+/* Bytes of the largest thing that is read from a page at once. */
+static size_t page_scratch_bytes(const struct pkv_cache *cache)
+{
+    const struct geometry *geometry = &cache->geometry;
     size_t length = geometry->policy.page_tokens;
-    size_t elements = length * geometry->head_dim;
+    size_t most = 0;
 
     for (size_t layer = 0; layer < geometry->layers; layer++) {
-        size_t rank = geometry->rank_k[layer] > geometry->rank_v[layer] ? geometry->rank_k[layer]
-                                                                        : geometry->rank_v[layer];
-        size_t factors = rank * (length + geometry->head_dim);
+        size_t bytes[PART_V_RIGHT + 1];
+        size_t left_and_right;
 
-        if (elements < factors)
-            elements = factors;
+        for (int part = PART_K; part <= PART_V_RIGHT; part++) {
+            struct part_form form = cache_part(cache, layer, length, (enum page_part)part);
+
+            bytes[part] = parts_bytes(&form, geometry->element_bytes);
+        }
+        left_and_right = bytes[PART_K_LEFT] + bytes[PART_K_RIGHT];
+        if (left_and_right < bytes[PART_V_LEFT] + bytes[PART_V_RIGHT])
+            left_and_right = bytes[PART_V_LEFT] + bytes[PART_V_RIGHT];
+        if (most < bytes[PART_K])
+            most = bytes[PART_K];
+        if (most < left_and_right)
+            most = left_and_right;
     }
-    return elements * geometry->element_bytes;
+    return most;
 }
 
 /* The configured scale, or 1 / sqrt(d). */
@@ -70,7 +91,7 @@ static pkv_status reserve(struct pkv_cache *cache, const pkv_config *config)
         memory_allocate(memory, storage->dense_slots, sizeof *cache->dense_tokens);
     cache->factor_tokens =
         memory_allocate(memory, storage->factor_slots, sizeof *cache->factor_tokens);
-    cache->page_scratch = memory_allocate(memory, page_scratch_bytes(geometry), 1);
+    cache->page_scratch = memory_allocate(memory, page_scratch_bytes(cache), 1);
     if (cache->dense_tokens == NULL || cache->factor_tokens == NULL || cache->page_scratch == NULL)
         return PKV_ERROR_MEMORY;
     memset(cache->dense_tokens, 0, storage->dense_slots * sizeof *cache->dense_tokens);

@@ -68,6 +68,10 @@ pkv_status cache_open_with(const struct backend_ops *ops, const pkv_config *conf
 /* The pool of a kind other than SLOT_NONE. */
 struct slots *cache_pool(struct pkv_cache *cache, uint32_t kind);
 
+/* The form of a part of a page of a layer. */
+struct part_form cache_part(const struct pkv_cache *cache, size_t layer, size_t tokens,
+                            enum page_part part);
+
 /* Drops one reference to a page's slot; nothing for SLOT_NONE. */
 void cache_release_page(struct pkv_cache *cache, struct page page);
 

@@ -9,10 +9,8 @@
  *     T                                                  a number
  *     state of every page that T reaches                 a byte each
  *     for each layer, KV head and page:
- *         dense:       K, V [tokens of the page, d]
- *         factorized:  L_K [P, r_K], R_K [r_K, d], L_V [P, r_V], R_V [r_V, d]
- *                                                        elements of the storage type,
- *                                                        in the machine's byte order
+ *         dense:       K, V [tokens of the page, d]      in the canonical form of parts.h
+ *         factorized:  L_K, R_K, L_V, R_V                the same
  *
  * A cache's serialisation is that of its sequences, one after the other in order of creation.
  */
@@ -47,39 +45,21 @@ static void put_geometry(XXH3_state_t *state, const struct geometry *geometry)
     }
 }
 
-static size_t part_elements(const struct geometry *geometry, size_t layer, size_t tokens,
-                            enum page_part part)
-{
-    switch (part) {
-    case PART_K_LEFT:
-        return tokens * geometry->rank_k[layer];
-    case PART_V_LEFT:
-        return tokens * geometry->rank_v[layer];
-    case PART_K_RIGHT:
-        return geometry->rank_k[layer] * geometry->head_dim;
-    case PART_V_RIGHT:
-        return geometry->rank_v[layer] * geometry->head_dim;
-    default:
-        return tokens * geometry->head_dim;
-    }
-}
-
 static pkv_status put_page(XXH3_state_t *state, struct pkv_cache *cache, struct page page,
                            size_t layer, size_t kv_head, size_t tokens)
 {
-    const struct geometry *geometry = &cache->geometry;
     int first = page.kind == SLOT_FACTOR ? PART_K_LEFT : PART_K;
     int last = page.kind == SLOT_FACTOR ? PART_V_RIGHT : PART_V;
 
     for (int part = first; part <= last; part++) {
+        struct part_form form = cache_part(cache, layer, tokens, (enum page_part)part);
         pkv_status status = cache->ops->read(cache->backend, page, layer, kv_head, tokens,
                                              (enum page_part)part, cache->page_scratch);
 
         if (status != PKV_OK)
             return status;
         XXH3_64bits_update(state, cache->page_scratch,
-                           part_elements(geometry, layer, tokens, (enum page_part)part) *
-                               geometry->element_bytes);
+                           parts_bytes(&form, cache->geometry.element_bytes));
     }
     return PKV_OK;
 }

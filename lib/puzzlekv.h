@@ -53,7 +53,7 @@ typedef enum pkv_status {
     PKV_ERROR_MEMORY = 2,      /* the allocator returned NULL */
     PKV_ERROR_CAPACITY = 3,    /* no free slot, or more sequences or tokens than declared */
     PKV_ERROR_BUSY = 4,        /* a step is open that uses the sequence, or any step at all */
-    PKV_ERROR_VALUE = 5,       /* K or V is not finite, or overflows the storage type */
+    PKV_ERROR_VALUE = 5,       /* K or V is not finite, or overflows the form it is stored in */
     PKV_ERROR_UNSUPPORTED = 6, /* this machine or build lacks the backend or instruction set */
     PKV_ERROR_SOLVER = 7,      /* the eigenvalue solver did not converge */
     PKV_ERROR_DEVICE = 8       /* the backend's device failed */
@@ -73,8 +73,18 @@ typedef enum pkv_dtype { PKV_F32 = 0, PKV_F16 = 1, PKV_BF16 = 2 } pkv_dtype;
 
 /* How a page that has left the window is stored. */
 typedef enum pkv_factors {
-    PKV_FACTORS_NONE = 0,  /* as it is: an ordinary dense paged cache */
-    PKV_FACTORS_NATIVE = 1 /* factors in the storage type */
+    PKV_FACTORS_NONE = 0,   /* as it is: an ordinary dense paged cache */
+    PKV_FACTORS_NATIVE = 1, /* factors in the storage type */
+    /*
+     * Factors in codes of 4 bits with f16 scales, whatever the storage type. With s_i the norm of
+     * row i of R, column i of L is multiplied and row i of R divided by sqrt(s_i); then a code is
+     * x / scale to nearest even, -7 .. 7, and a scale max|x| / 7 of
+     *     K   each column of L (r_K scales), each column of R (d)
+     *     V   each row of L (P), each column of R (d)
+     * A page whose scale overflows f16 is PKV_ERROR_VALUE. Attention reads the codes; the scales
+     * go into q, into the probabilities and into the page's output.
+     */
+    PKV_FACTORS_INT4 = 2
 } pkv_factors;
 
 /* What computes the leading eigenvectors of a page's P x P Gram matrix. */
@@ -118,7 +128,7 @@ typedef struct pkv_config {
     size_t sink_pages;   /* first pages, dense forever; 1 */
     size_t window_pages; /* most recently completed pages, dense; 1 */
 
-    /* How K and V of old pages are stored; both NONE or neither. NATIVE. */
+    /* How K and V of old pages are stored; each its own, but both NONE or neither. NATIVE. */
     pkv_factors factors_k;
     pkv_factors factors_v;
     size_t rank_k; /* r_K, 1 .. min(P, d); 16. Ignored with PKV_FACTORS_NONE */
@@ -156,7 +166,8 @@ void pkv_config_init(pkv_config *config);
 /*
  * What a sequence of `tokens` tokens stores. With b bytes an element, per layer and KV head:
  *     dense page pair   2 P d b            (token-exact where the page is incomplete)
- *     factorized pair   (r_K + r_V) (P + d) b                                   (Eq. 3)
+ *     native factors    r (P + d) b of K and of V                               (Eq. 3)
+ *     INT4 factors      r (P + d) / 2 of K and of V, and scales: 2 (r_K + d) of K, 2 (P + d) of V
  */
 typedef struct pkv_footprint {
     size_t struct_size;   /* set by the caller: sizeof(pkv_footprint) */

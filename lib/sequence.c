@@ -203,44 +203,35 @@ pkv_status pkv_seq_page(const pkv_seq *seq, size_t page, pkv_page_info *info)
     return PKV_OK;
 }
 
-static float element(pkv_dtype dtype, const void *data, size_t i)
-{
-    switch (dtype) {
-    case PKV_F16:
-        return f16_to_f32(((const uint16_t *)data)[i]);
-    case PKV_BF16:
-        return bf16_to_f32(((const uint16_t *)data)[i]);
-    default:
-        return ((const float *)data)[i];
-    }
-}
-
 static pkv_status read_dense(struct pkv_seq *seq, size_t layer, size_t kv_head, size_t page,
                              enum page_part part, float *out)
 {
     struct pkv_cache *cache = seq->cache;
     const struct geometry *geometry = &cache->geometry;
     size_t tokens = pages_tokens(&geometry->policy, seq->tokens, page);
+    struct part_form form = cache_part(cache, layer, tokens, part);
     pkv_status status = cache->ops->read(cache->backend, seq->table[page], layer, kv_head, tokens,
                                          part, cache->page_scratch);
 
     if (status != PKV_OK)
         return status;
-    for (size_t i = 0; i < tokens * geometry->head_dim; i++)
-        out[i] = element(geometry->dtype, cache->page_scratch, i);
+    for (size_t t = 0; t < tokens; t++)
+        for (size_t i = 0; i < geometry->head_dim; i++)
+            *out++ = parts_element(&form, geometry->dtype, cache->page_scratch, t, i);
     return PKV_OK;
 }
 
 static pkv_status read_product(struct pkv_seq *seq, size_t layer, size_t kv_head, size_t page,
-                               enum page_part left_part, enum page_part right_part, size_t rank,
-                               float *out)
+                               enum page_part left_part, enum page_part right_part, float *out)
 {
     struct pkv_cache *cache = seq->cache;
     const struct geometry *geometry = &cache->geometry;
     size_t length = geometry->policy.page_tokens;
     size_t dim = geometry->head_dim;
+    struct part_form left_form = cache_part(cache, layer, length, left_part);
+    struct part_form right_form = cache_part(cache, layer, length, right_part);
     void *left = cache->page_scratch;
-    void *right = (char *)left + length * rank * geometry->element_bytes;
+    void *right = (char *)left + parts_bytes(&left_form, geometry->element_bytes);
     pkv_status status =
         cache->ops->read(cache->backend, seq->table[page], layer, kv_head, length, left_part, left);
 
@@ -257,11 +248,11 @@ static pkv_status read_product(struct pkv_seq *seq, size_t layer, size_t kv_head
         float *row = out + t * dim;
 
         memset(row, 0, dim * sizeof *row);
-        for (size_t k = 0; k < rank; k++) {
-            float weight = element(geometry->dtype, left, t * rank + k);
+        for (size_t k = 0; k < left_form.columns; k++) {
+            float weight = parts_element(&left_form, geometry->dtype, left, t, k);
 
             for (size_t i = 0; i < dim; i++)
-                row[i] += weight * element(geometry->dtype, right, k * dim + i);
+                row[i] += weight * parts_element(&right_form, geometry->dtype, right, k, i);
         }
     }
     modes_restore(&modes);
@@ -296,10 +287,8 @@ pkv_status pkv_seq_read_page(pkv_seq *seq, size_t layer, size_t kv_head, size_t 
         return status;
     }
     if (k)
-        status = read_product(seq, layer, kv_head, page, PART_K_LEFT, PART_K_RIGHT,
-                              geometry->rank_k[layer], k);
+        status = read_product(seq, layer, kv_head, page, PART_K_LEFT, PART_K_RIGHT, k);
     if (v && status == PKV_OK)
-        status = read_product(seq, layer, kv_head, page, PART_V_LEFT, PART_V_RIGHT,
-                              geometry->rank_v[layer], v);
+        status = read_product(seq, layer, kv_head, page, PART_V_LEFT, PART_V_RIGHT, v);
     return status;
 }

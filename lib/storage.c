@@ -2,6 +2,8 @@
 /* Checked configurations, and the bytes and slots that follow from them. */
 #include "storage.h"
 
+#include "parts.h"
+
 #include <math.h>
 #include <stdio.h>
 
@@ -92,15 +94,14 @@ static pkv_status check_shape(const pkv_config *config, struct message *message)
 
 static pkv_status check_factors(const char *field, pkv_factors factors, struct message *message)
 {
-    if (factors != PKV_FACTORS_NONE && factors != PKV_FACTORS_NATIVE)
+    if (factors != PKV_FACTORS_NONE && factors != PKV_FACTORS_NATIVE && factors != PKV_FACTORS_INT4)
         return fail(message, PKV_ERROR_ARGUMENT, "%s: %d is not a pkv_factors", field,
                     (int)factors);
     return PKV_OK;
 }
 
-/* Adds up the ranks of all layers. */
 static pkv_status check_ranks(const pkv_config *config, const char *field, size_t rank,
-                              const size_t *layer_ranks, size_t *sum, struct message *message)
+                              const size_t *layer_ranks, struct message *message)
 {
     size_t most = min_size(config->page_tokens, config->head_dim);
 
@@ -109,17 +110,14 @@ static pkv_status check_ranks(const pkv_config *config, const char *field, size_
             return fail(message, PKV_ERROR_ARGUMENT,
                         "%s: %zu is outside 1 .. %zu, the smaller of page_tokens and head_dim",
                         field, rank, most);
-        *sum = size_multiply(config->layers, rank);
         return PKV_OK;
     }
-    *sum = 0;
     for (size_t layer = 0; layer < config->layers; layer++) {
         if (layer_ranks[layer] < 1 || layer_ranks[layer] > most)
             return fail(message, PKV_ERROR_ARGUMENT,
                         "layer_%s[%zu]: %zu is outside 1 .. %zu, the smaller of page_tokens and "
                         "head_dim",
                         field, layer, layer_ranks[layer], most);
-        *sum = size_add(*sum, layer_ranks[layer]);
     }
     return PKV_OK;
 }
@@ -154,7 +152,36 @@ static pkv_status check_choices(const pkv_config *config, struct message *messag
     return PKV_OK;
 }
 
-/* The formulas of pkv_footprint. */
+/* Of one KV head of a factorized page of one layer. */
+static size_t layer_factor_bytes(const pkv_config *config, size_t layer)
+{
+    size_t bytes = 0;
+
+    for (int part = PART_K_LEFT; part <= PART_V_RIGHT; part++) {
+        bool is_key = part == PART_K_LEFT || part == PART_K_RIGHT;
+        struct part_form form =
+            parts_form((enum page_part)part, is_key ? config->factors_k : config->factors_v,
+                       config->page_tokens, config->head_dim,
+                       is_key ? storage_rank_k(config, layer) : storage_rank_v(config, layer));
+
+        bytes += parts_bytes(&form, storage_element_bytes(config->dtype));
+    }
+    return bytes;
+}
+
+/* The same of all layers. */
+static size_t factor_bytes(const pkv_config *config)
+{
+    size_t bytes = 0;
+
+    if (config->layer_rank_k == NULL && config->layer_rank_v == NULL)
+        return size_multiply(config->layers, layer_factor_bytes(config, 0));
+    for (size_t layer = 0; layer < config->layers; layer++)
+        bytes = size_add(bytes, layer_factor_bytes(config, layer));
+    return bytes;
+}
+
+/* The slots' formulas of pkv_footprint. */
 static void count_slots(const pkv_config *config, size_t *dense, size_t *factor)
 {
     size_t sequences = config->max_sequences;
@@ -176,7 +203,6 @@ static void count_slots(const pkv_config *config, size_t *dense, size_t *factor)
 pkv_status storage_of(const pkv_config *config, struct storage *storage, struct message *message)
 {
     pkv_status status;
-    size_t sum_k = 0, sum_v = 0;
 
     if (config == NULL)
         return fail(message, PKV_ERROR_ARGUMENT, "config: NULL");
@@ -202,17 +228,15 @@ pkv_status storage_of(const pkv_config *config, struct storage *storage, struct 
                     "layers, query_heads, kv_heads: %zu, %zu, %zu are more than memory can hold",
                     config->layers, config->query_heads, config->kv_heads);
 
+    storage->factor_bytes = 0;
     if (config->factors_k != PKV_FACTORS_NONE) {
-        status =
-            check_ranks(config, "rank_k", config->rank_k, config->layer_rank_k, &sum_k, message);
+        status = check_ranks(config, "rank_k", config->rank_k, config->layer_rank_k, message);
         if (status == PKV_OK)
-            status = check_ranks(config, "rank_v", config->rank_v, config->layer_rank_v, &sum_v,
-                                 message);
+            status = check_ranks(config, "rank_v", config->rank_v, config->layer_rank_v, message);
         if (status != PKV_OK)
             return status;
+        storage->factor_bytes = size_multiply(config->kv_heads, factor_bytes(config));
     }
-    storage->factor_bytes = size_multiply(size_multiply(size_add(sum_k, sum_v), config->kv_heads),
-                                          (config->page_tokens + config->head_dim) * element);
 
     count_slots(config, &storage->dense_slots, &storage->factor_slots);
     if (storage->dense_slots > UINT32_MAX || storage->factor_slots > UINT32_MAX)

@@ -38,7 +38,18 @@ static float rounded(pkv_dtype dtype, float x)
 struct shape {
     size_t layers, query_heads, kv_heads, d;
     size_t page, sink, window, rank_k, rank_v; /* rank_k 0: without factors */
+    int int4;                                  /* INT4_K, INT4_V or both; else native */
 };
+
+enum { INT4_K = 1, INT4_V = 2, FORMS = 4 };
+
+static struct shape with_form(const struct shape *shape, int int4)
+{
+    struct shape changed = *shape;
+
+    changed.int4 = int4;
+    return changed;
+}
 
 static pkv_config make_config(const struct shape *shape, pkv_dtype dtype, size_t tokens)
 {
@@ -54,6 +65,10 @@ static pkv_config make_config(const struct shape *shape, pkv_dtype dtype, size_t
     config.window_pages = shape->window;
     config.rank_k = shape->rank_k;
     config.rank_v = shape->rank_v;
+    if (shape->int4 & INT4_K)
+        config.factors_k = PKV_FACTORS_INT4;
+    if (shape->int4 & INT4_V)
+        config.factors_v = PKV_FACTORS_INT4;
     if (shape->rank_k == 0)
         config.factors_k = config.factors_v = PKV_FACTORS_NONE;
     config.dtype = dtype;
@@ -249,12 +264,12 @@ static double output_error(const struct stream *stream, const struct context *co
 /* ---- Every kind of cache and step ---- */
 
 static const struct shape shapes[] = {
-    {1, 1, 1, 8, 8, 0, 0, 1, 1},      {2, 3, 3, 16, 8, 1, 1, 8, 3},
-    {1, 9, 3, 64, 32, 1, 1, 16, 14},  {2, 4, 2, 24, 16, 2, 0, 5, 16},
-    {1, 8, 1, 40, 24, 0, 2, 13, 7},   {1, 5, 1, 128, 32, 1, 1, 32, 31},
-    {1, 7, 1, 256, 40, 1, 0, 17, 40}, {1, 2, 2, 8, 64, 0, 0, 8, 8},
-    {1, 6, 1, 72, 256, 0, 0, 33, 1},  {1, 12, 2, 64, 32, 2, 2, 0, 0},
-    {1, 4, 4, 32, 8, 0, 0, 0, 0},
+    {1, 1, 1, 8, 8, 0, 0, 1, 1, 0},      {2, 3, 3, 16, 8, 1, 1, 8, 3, 0},
+    {1, 9, 3, 64, 32, 1, 1, 16, 14, 0},  {2, 4, 2, 24, 16, 2, 0, 5, 16, 0},
+    {1, 8, 1, 40, 24, 0, 2, 13, 7, 0},   {1, 5, 1, 128, 32, 1, 1, 32, 31, 0},
+    {1, 7, 1, 256, 40, 1, 0, 17, 40, 0}, {1, 2, 2, 8, 64, 0, 0, 8, 8, 0},
+    {1, 6, 1, 72, 256, 0, 0, 33, 1, 0},  {1, 12, 2, 64, 32, 2, 2, 0, 0, 0},
+    {1, 4, 4, 32, 8, 0, 0, 0, 0, 0},
 };
 
 #define SHAPES (sizeof shapes / sizeof *shapes)
@@ -291,11 +306,12 @@ static void check_outputs(const struct shape *shape, pkv_dtype dtype, const char
         /* Everything is computed in f32 and the types differ in storage alone, so all are held to
          * f32's error: rounding of scores of up to 30 by the sums over d and over the tokens. */
         if (!(error <= 1e-5) || !(lse_error <= 2e-5))
-            ck_abort_msg("%s, type %d, %zu/%zu heads, d %zu, P %zu, ranks %zu %zu, at %zu + %zu: "
-                         "error %g, of lse %g",
-                         isa, dtype, shape->query_heads, shape->kv_heads, shape->d, shape->page,
-                         shape->rank_k, shape->rank_v, pkv_seq_tokens(seq) - chunks[i], chunks[i],
-                         error, lse_error);
+            ck_abort_msg(
+                "%s, type %d, %zu/%zu heads, d %zu, P %zu, ranks %zu %zu, INT4 %d, at %zu + "
+                "%zu: error %g, of lse %g",
+                isa, dtype, shape->query_heads, shape->kv_heads, shape->d, shape->page,
+                shape->rank_k, shape->rank_v, shape->int4, pkv_seq_tokens(seq) - chunks[i],
+                chunks[i], error, lse_error);
         free_context(&context);
     }
     ck_assert_uint_eq(pkv_seq_tokens(seq), SPLIT_TOKENS);
@@ -311,6 +327,19 @@ START_TEST(outputs)
     for (size_t i = 0; i < SHAPES; i++)
         check_outputs(&shapes[i], (pkv_dtype)(_i % 3), isas[_i / 3],
                       splits[(i + (size_t)_i) % SPLITS]);
+}
+END_TEST
+
+/* Every shape with factors, in both and in mixed forms. */
+START_TEST(outputs_of_int4)
+{
+    for (size_t i = 0; i < SHAPES; i++) {
+        struct shape shape = with_form(&shapes[i], 3 - (int)((i + (size_t)_i) % 3));
+
+        if (shape.rank_k > 0)
+            check_outputs(&shape, (pkv_dtype)(_i % 3), isas[_i / 3],
+                          splits[(i + 1 + (size_t)_i) % SPLITS]);
+    }
 }
 END_TEST
 
@@ -343,7 +372,7 @@ static void check_states(pkv_seq *seq, const json_t *json)
 
 /* The first tokens in one step, the last alone, with all three queries. */
 static void check_fixture(const json_t *json, const char *name, const struct shape *shape,
-                          const char *isa)
+                          double tolerance, const char *isa)
 {
     struct stream stream = make_stream(shape, FIXTURE_TOKENS, 1);
     pkv_config config = make_config(shape, PKV_F32, FIXTURE_TOKENS);
@@ -373,7 +402,7 @@ static void check_fixture(const json_t *json, const char *name, const struct sha
     for (size_t i = 0; i < q_elements; i++) {
         json_t *row = json_array_get(rows, i / FIXTURE_DIM);
 
-        require(fabs(out[i] - json_real_value(json_array_get(row, i % FIXTURE_DIM))) <= 1e-4);
+        require(fabs(out[i] - json_real_value(json_array_get(row, i % FIXTURE_DIM))) <= tolerance);
     }
     pkv_cache_close(cache);
     free_stream(&stream);
@@ -381,19 +410,21 @@ static void check_fixture(const json_t *json, const char *name, const struct sha
 
 START_TEST(fixture)
 {
-    const struct shape raw = {1, FIXTURE_HEADS, 1, FIXTURE_DIM, 32, 1, 1, 0, 0};
-    const struct shape puzzle = {1, FIXTURE_HEADS, 1, FIXTURE_DIM, 32, 1, 1, 16, 14};
+    const struct shape raw = {1, FIXTURE_HEADS, 1, FIXTURE_DIM, 32, 1, 1, 0, 0, 0};
+    const struct shape puzzle = {1, FIXTURE_HEADS, 1, FIXTURE_DIM, 32, 1, 1, 16, 14, 0};
+    const struct shape int4 = with_form(&puzzle, INT4_K | INT4_V);
     json_t *json = tests_json(tests_path("attention/expected.json"));
 
-    check_fixture(json, "raw", &raw, isas[_i]);
-    check_fixture(json, "puzzle_16_14", &puzzle, isas[_i]);
+    check_fixture(json, "raw", &raw, 1e-4, isas[_i]);
+    check_fixture(json, "puzzle_16_14", &puzzle, 1e-4, isas[_i]);
+    check_fixture(json, "puzzle_16_14_int4", &int4, 1e-3, isas[_i]);
     json_decref(json);
 }
 END_TEST
 
 /* ---- What must not change a bit ---- */
 
-static const struct shape small = {2, 6, 2, 32, 8, 1, 1, 5, 4};
+static const struct shape small = {2, 6, 2, 32, 8, 1, 1, 5, 4, 0};
 
 /* Feeds a whole stream in chunks and returns the sequence's digest. */
 static uint64_t run_stream(const struct shape *shape, pkv_dtype dtype, unsigned threads,
@@ -427,17 +458,19 @@ START_TEST(threads_change_nothing)
 {
     static const size_t chunks[] = {700, 1, 1, 40, 1, 1, 156};
     static const unsigned threads[] = {1, 2, 5};
-    const struct shape wide = {1, 8, 2, 64, 32, 1, 1, 16, 14};
-    const struct shape *const both[] = {&small, &wide};
+    const struct shape wide = {1, 8, 2, 64, 32, 1, 1, 16, 14, 0};
+    const struct shape small_int4 = with_form(&small, INT4_K | INT4_V);
+    const struct shape wide_int4 = with_form(&wide, INT4_K | INT4_V);
+    const struct shape *const all[] = {&small, &wide, &small_int4, &wide_int4};
 
-    for (size_t i = 0; i < 2; i++) {
-        struct stream first = make_stream(both[i], 900, 5);
-        uint64_t expected = run_stream(both[i], PKV_BF16, threads[0], &first, chunks);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        struct stream first = make_stream(all[i], 900, 5);
+        uint64_t expected = run_stream(all[i], PKV_BF16, threads[0], &first, chunks);
 
         for (size_t j = 1; j < sizeof threads / sizeof *threads; j++) {
-            struct stream stream = make_stream(both[i], 900, 5);
+            struct stream stream = make_stream(all[i], 900, 5);
 
-            ck_assert_uint_eq(run_stream(both[i], PKV_BF16, threads[j], &stream, chunks), expected);
+            ck_assert_uint_eq(run_stream(all[i], PKV_BF16, threads[j], &stream, chunks), expected);
             require_same_output(&first, &stream);
             free_stream(&stream);
         }
@@ -449,15 +482,16 @@ END_TEST
 START_TEST(splits_change_no_contents)
 {
     static const size_t more[][12] = {{336}, {8, 328}, {335, 1}, {5, 3, 8, 16, 24, 7, 1, 9, 263}};
+    const struct shape shape = with_form(&small, _i);
 
     for (int type = 0; type < 3; type++) {
-        struct stream stream = make_stream(&small, SPLIT_TOKENS, 9);
-        uint64_t expected = run_stream(&small, (pkv_dtype)type, 2, &stream, splits[0]);
+        struct stream stream = make_stream(&shape, SPLIT_TOKENS, 9);
+        uint64_t expected = run_stream(&shape, (pkv_dtype)type, 2, &stream, splits[0]);
 
         for (size_t i = 1; i < SPLITS; i++)
-            ck_assert_uint_eq(run_stream(&small, (pkv_dtype)type, 2, &stream, splits[i]), expected);
+            ck_assert_uint_eq(run_stream(&shape, (pkv_dtype)type, 2, &stream, splits[i]), expected);
         for (size_t i = 0; i < sizeof more / sizeof *more; i++)
-            ck_assert_uint_eq(run_stream(&small, (pkv_dtype)type, 2, &stream, more[i]), expected);
+            ck_assert_uint_eq(run_stream(&shape, (pkv_dtype)type, 2, &stream, more[i]), expected);
         free_stream(&stream);
     }
 }
@@ -470,7 +504,8 @@ START_TEST(batches_change_nothing)
     static const size_t chunks[N][STEPS + 1] = {
         {100, 1, 1, 37, 1}, {1, 1, 64, 1, 3}, {33, 200, 1, 1, 1}};
     static const size_t tokens[N] = {140, 70, 236};
-    const struct shape *shape = &small;
+    const struct shape form = with_form(&small, _i);
+    const struct shape *shape = &form;
     pkv_config config = make_config(shape, PKV_F16, 446);
     struct stream batch[N];
     pkv_seq *seqs[N];
@@ -543,7 +578,7 @@ START_TEST(decode_continues_prefill)
 {
     static const size_t at_once[] = {300};
     static const size_t last_alone[] = {299, 1};
-    const struct shape shape = {1, 6, 2, 64, 32, 1, 1, 0, 0};
+    const struct shape shape = {1, 6, 2, 64, 32, 1, 1, 0, 0, 0};
     struct stream a = make_stream(&shape, 300, 31);
     struct stream b = make_stream(&shape, 300, 31);
     size_t q_row = shape.query_heads * shape.d;
@@ -568,7 +603,7 @@ static size_t type_bytes(pkv_dtype dtype)
 START_TEST(rounding_modes_change_nothing)
 {
     enum { TOKENS = 90 };
-    const struct shape shape = {1, 2, 1, 24, 8, 1, 1, 6, 5}; /* 1 / sqrt(24) is not exact */
+    const struct shape shape = {1, 2, 1, 24, 8, 1, 1, 6, 5, _i}; /* 1 / sqrt(24) is not exact */
     const int modes[] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
     float *outputs[2] = {NULL}, *lse[2] = {NULL}, pages[2][2][8 * 24];
 
@@ -630,7 +665,7 @@ static void spread(const float *from, size_t tokens, size_t heads, size_t d, pkv
 START_TEST(types_and_strides)
 {
     enum { TOKENS = 45, GAP = 3 };
-    const struct shape shape = {1, 6, 2, 40, 8, 1, 1, 5, 4};
+    const struct shape shape = {1, 6, 2, 40, 8, 1, 1, 5, 4, 0};
     const pkv_dtype type = (pkv_dtype)(_i % 3);
     const pkv_dtype out_type = (pkv_dtype)(_i / 3);
     const size_t d = shape.d;
@@ -726,8 +761,9 @@ END_TEST
 START_TEST(contents)
 {
     enum { TOKENS = 60 };
-    const pkv_dtype type = (pkv_dtype)_i;
-    const struct shape *shape = &small; /* P 8: pages 0 sink, 1 .. 5 factorized, 6 window */
+    const pkv_dtype type = (pkv_dtype)(_i % 3);
+    const struct shape form = with_form(&small, _i / 3);
+    const struct shape *shape = &form; /* P 8: pages 0 sink, 1 .. 5 factorized, 6 window */
     struct stream stream = make_stream(shape, TOKENS, 61);
     pkv_config config = make_config(shape, type, TOKENS);
     pkv_cache *cache = tests_open_cache(&config);
@@ -769,7 +805,7 @@ END_TEST
 START_TEST(rebuilt_pages_stay_finite)
 {
     enum { HEADS = 64, LENGTH = 8, DIM = 8, PAGE = LENGTH * DIM };
-    const struct shape shape = {1, HEADS, HEADS, DIM, LENGTH, 0, 0, DIM, DIM};
+    const struct shape shape = {1, HEADS, HEADS, DIM, LENGTH, 0, 0, DIM, DIM, 0};
     struct stream stream = make_stream(&shape, LENGTH, 91);
     pkv_config config = make_config(&shape, PKV_F16, LENGTH);
     size_t saturated = 0;
@@ -807,7 +843,8 @@ START_TEST(shared_pages)
 {
     static const size_t a_chunks[] = {27, 30};
     static const size_t b_chunks[] = {27, 1, 29};
-    const struct shape *shape = &small;
+    const struct shape form = with_form(&small, _i);
+    const struct shape *shape = &form;
     struct stream a = make_stream(shape, 57, 71);
     struct stream b = make_stream(shape, 57, 72);
     pkv_config config = make_config(shape, PKV_BF16, 114);
@@ -850,9 +887,9 @@ struct fault {
 };
 
 /* Both faults in one step of 20 tokens after 11; the message must be the first's. */
-static void check_fault(pkv_dtype dtype, const struct fault *faults, size_t n, const char *expected)
+static void check_fault(const struct shape *shape, pkv_dtype dtype, const struct fault *faults,
+                        size_t n, const char *expected)
 {
-    const struct shape *shape = &small;
     struct stream stream = make_stream(shape, 31, 81);
     pkv_config config = make_config(shape, dtype, 31);
     pkv_cache *cache = tests_open_cache(&config);
@@ -911,17 +948,27 @@ START_TEST(values_that_cannot_be_stored)
     const struct fault overflow[] = {{1, 20, 1, 3, true, 65520}};
     const struct fault both[] = {{0, 24, 0, 7, false, 3.4e38f}, {0, 24, 0, 7, true, NAN}};
     const struct fault fits[] = {{0, 24, 0, 7, false, 3.3e38f}, {0, 25, 0, 7, false, NAN}};
+    /* In a page that is factorized, after one that is not; L and R share the energy, so that a
+     * scale overflows where s_i is some (7 65504)^2. */
+    const struct fault coded[] = {{1, 26, 0, 9, true, 3e12f}, {1, 14, 1, 9, true, 3e12f}};
+    const struct shape form = with_form(&small, _i);
+    const struct shape *shape = &form;
 
     for (int type = 0; type < 3; type++) {
-        check_fault((pkv_dtype)type, one, 1,
+        check_fault(shape, (pkv_dtype)type, one, 1,
                     "layer 1, KV head 1, page 3 (token 30): K is not finite");
-        check_fault((pkv_dtype)type, ordered, 4,
+        check_fault(shape, (pkv_dtype)type, ordered, 4,
                     "layer 0, KV head 0, page 1 (token 15): V is not finite");
     }
-    check_fault(PKV_F16, overflow, 1, "layer 1, KV head 1, page 2 (token 20): V overflows f16");
-    check_fault(PKV_BF16, both, 2, "layer 0, KV head 0, page 3 (token 24): K overflows bf16");
-    check_fault(PKV_F32, both, 2, "layer 0, KV head 0, page 3 (token 24): V is not finite");
-    check_fault(PKV_BF16, fits, 2, "layer 0, KV head 0, page 3 (token 25): K is not finite");
+    check_fault(shape, PKV_F16, overflow, 1,
+                "layer 1, KV head 1, page 2 (token 20): V overflows f16");
+    check_fault(shape, PKV_BF16, both, 2,
+                "layer 0, KV head 0, page 3 (token 24): K overflows bf16");
+    check_fault(shape, PKV_F32, both, 2, "layer 0, KV head 0, page 3 (token 24): V is not finite");
+    check_fault(shape, PKV_BF16, fits, 2, "layer 0, KV head 0, page 3 (token 25): K is not finite");
+    if (_i & INT4_V)
+        check_fault(shape, PKV_BF16, coded, 2,
+                    "layer 1, KV head 1, page 1: V: its INT4 scales overflow f16");
 }
 END_TEST
 
@@ -932,7 +979,7 @@ END_TEST
 START_TEST(transient_memory)
 {
     enum { TOKENS = 4096 };
-    const struct shape shape = {2, 9, 3, 64, 32, 1, 1, 16, 14};
+    const struct shape shape = {2, 9, 3, 64, 32, 1, 1, 16, 14, 0};
     const size_t two_layers = 2 * (size_t)TOKENS * 3 * 64 * 2 * 2;
     pkv_config config = make_config(&shape, PKV_BF16, TOKENS);
     float *x = random_array((size_t)TOKENS * 3 * 64, 1);
@@ -967,18 +1014,19 @@ int main(void)
 
     n_isas = tests_find_isas(isas);
     tcase_add_loop_test(test, outputs, 0, 3 * (int)n_isas);
+    tcase_add_loop_test(test, outputs_of_int4, 0, 3 * (int)n_isas);
     tcase_add_loop_test(test, fixture, 0, (int)n_isas);
     tcase_add_test(test, threads_change_nothing);
-    tcase_add_test(test, splits_change_no_contents);
-    tcase_add_test(test, batches_change_nothing);
+    tcase_add_loop_test(test, splits_change_no_contents, 0, FORMS);
+    tcase_add_loop_test(test, batches_change_nothing, 0, FORMS);
     tcase_add_test(test, decode_continues_prefill);
-    tcase_add_test(test, rounding_modes_change_nothing);
+    tcase_add_loop_test(test, rounding_modes_change_nothing, 0, FORMS);
     tcase_add_loop_test(test, types_and_strides, 0, 9);
     tcase_add_test(test, storing_without_attending);
-    tcase_add_loop_test(test, contents, 0, 3);
+    tcase_add_loop_test(test, contents, 0, 3 * FORMS);
     tcase_add_test(test, rebuilt_pages_stay_finite);
-    tcase_add_test(test, shared_pages);
-    tcase_add_test(test, values_that_cannot_be_stored);
+    tcase_add_loop_test(test, shared_pages, 0, FORMS);
+    tcase_add_loop_test(test, values_that_cannot_be_stored, 0, FORMS);
     tcase_add_test(test, transient_memory);
     suite_add_tcase(suite, test);
     return tests_run(suite);

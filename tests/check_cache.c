@@ -160,6 +160,7 @@ START_TEST(every_bad_field)
     REFUSE(c.page_tokens = 33, "page_tokens:");
     REFUSE(c.page_tokens = 264, "page_tokens:");
     REFUSE(c.factors_k = (pkv_factors)9, "factors_k:");
+    REFUSE(c.factors_v = (pkv_factors)(PKV_FACTORS_INT4 + 1), "factors_v:");
     REFUSE(c.factors_v = (pkv_factors)9, "factors_v:");
     REFUSE(c.factors_k = PKV_FACTORS_NONE, "factors_v:");
     REFUSE(c.factors_v = PKV_FACTORS_NONE, "factors_v:");
@@ -262,6 +263,23 @@ START_TEST(footprint_of_a_sequence)
                       heads * 2 * (30 * (32 + 128) + (2 * 32 + 1) * 2 * 128));
     ck_assert_int_eq(pkv_footprint_of(&config, 0, &footprint, NULL), PKV_OK);
     ck_assert_uint_eq(footprint.payload_bytes, 0);
+
+    /* INT4: half a byte a code and two a scale, for K and for V, in any storage type. */
+    config.dtype = PKV_F32;
+    config.factors_v = PKV_FACTORS_INT4;
+    ck_assert_int_eq(pkv_footprint_of(&config, 97, &footprint, NULL), PKV_OK);
+    ck_assert_uint_eq(footprint.payload_bytes,
+                      heads * (4 * 16 * (32 + 128) + 14 * (32 + 128) / 2 + 2 * (32 + 128) +
+                               4 * (2 * 32 + 1) * 2 * 128));
+    config.factors_k = PKV_FACTORS_INT4;
+    ck_assert_int_eq(pkv_footprint_of(&config, 97, &footprint, NULL), PKV_OK);
+    ck_assert_uint_eq(
+        footprint.payload_bytes,
+        heads * (30 * (32 + 128) / 2 + 2 * (16 + 128 + 32 + 128) + 4 * (2 * 32 + 1) * 2 * 128));
+    config.dtype = PKV_BF16;
+    ck_assert_int_eq(pkv_footprint_of(&config, 16384, &footprint, NULL), PKV_OK);
+    ck_assert_double_eq_tol((double)footprint.payload_bytes / (double)footprint.raw_bytes, 0.18678,
+                            5e-6);
 
     config.factors_k = PKV_FACTORS_NONE;
     config.factors_v = PKV_FACTORS_NONE;
@@ -495,7 +513,7 @@ START_TEST(footprint_is_what_is_stored)
 {
     const size_t rank_k[3] = {8, 1, 5};
 
-    for (size_t choice = 0; choice < 3 * 3 * 2; choice++) {
+    for (size_t choice = 0; choice < 3 * 3 * 3; choice++) {
         pkv_config config = config_of(3, 2, 2, 8, 120);
         float rows[7 * 2 * 8] = {0};
         pkv_step_io io = {.struct_size = sizeof io, .k = {.data = rows}, .v = {.data = rows}};
@@ -509,8 +527,7 @@ START_TEST(footprint_is_what_is_stored)
         config.layer_rank_k = rank_k;
         config.rank_v = 3;
         config.dtype = PKV_F32;
-        if (choice / 9)
-            config.factors_k = config.factors_v = PKV_FACTORS_NONE;
+        config.factors_k = config.factors_v = (pkv_factors)(choice / 9);
         ck_assert_int_eq(cache_open_with(&backend_fake, &config, &cache, NULL), PKV_OK);
         ck_assert_int_eq(pkv_seq_open(cache, &seq), PKV_OK);
         for (size_t tokens = 0; tokens < 119; tokens += 7) {

@@ -22,8 +22,10 @@ struct pages {
     pkv_dtype dtype;
     const float *k; /* [n, length, d] */
     const float *v;
-    float *k_left;  /* [n, length, rank_k] */
-    float *k_right; /* [n, rank_k, d] */
+    bool int4;               /* the factors come out as `coded`, else in f32 */
+    unsigned char *coded[4]; /* by enum page_part from PART_K_LEFT on: [n, coded_bytes()] */
+    float *k_left;           /* [n, length, rank_k] */
+    float *k_right;          /* [n, rank_k, d] */
     float *v_left;
     float *v_right;
     char message[PKV_MESSAGE_BYTES];
@@ -65,6 +67,41 @@ static float *read_parts(struct backend *backend, const struct pages *pages, enu
     return out;
 }
 
+/* Codes of a part, and how many scales come after them. */
+static size_t codes_of(const struct pages *pages, enum page_part part)
+{
+    bool is_key = part == PART_K_LEFT || part == PART_K_RIGHT;
+    bool is_left = part == PART_K_LEFT || part == PART_V_LEFT;
+
+    return (is_key ? pages->rank_k : pages->rank_v) * (is_left ? pages->length : pages->d);
+}
+
+static size_t scales_of(const struct pages *pages, enum page_part part)
+{
+    return part == PART_K_LEFT ? pages->rank_k : part == PART_V_LEFT ? pages->length : pages->d;
+}
+
+static size_t coded_bytes(const struct pages *pages, enum page_part part)
+{
+    return codes_of(pages, part) / 2 + 2 * scales_of(pages, part);
+}
+
+static void read_coded(struct backend *backend, struct pages *pages)
+{
+    struct page page = {0, SLOT_FACTOR};
+
+    for (int part = PART_K_LEFT; part <= PART_V_RIGHT; part++) {
+        size_t bytes = coded_bytes(pages, (enum page_part)part);
+        unsigned char *out = tests_allocate(pages->n, bytes);
+
+        for (size_t i = 0; i < pages->n; i++)
+            ck_assert_int_eq(backend_cpu.read(backend, page, 0, i, pages->length,
+                                              (enum page_part)part, out + i * bytes),
+                             PKV_OK);
+        pages->coded[part - PART_K_LEFT] = out;
+    }
+}
+
 static pkv_status factorize(struct pages *pages)
 {
     struct memory memory;
@@ -77,8 +114,8 @@ static pkv_status factorize(struct pages *pages)
         .policy = {pages->length, 0, 0, true},
         .rank_k = &pages->rank_k,
         .rank_v = &pages->rank_v,
-        .factors_k = PKV_FACTORS_NATIVE,
-        .factors_v = PKV_FACTORS_NATIVE,
+        .factors_k = pages->int4 ? PKV_FACTORS_INT4 : PKV_FACTORS_NATIVE,
+        .factors_v = pages->int4 ? PKV_FACTORS_INT4 : PKV_FACTORS_NATIVE,
         .dtype = pages->dtype,
         .element_bytes = pages->dtype == PKV_F32 ? 4 : 2,
         .softmax_scale = 1,
@@ -100,7 +137,9 @@ static pkv_status factorize(struct pages *pages)
                      PKV_OK);
     ck_assert_int_eq(backend_cpu.step_begin(backend, &plan), PKV_OK);
     status = backend_cpu.step_layer(backend, 0, &io);
-    if (status == PKV_OK) {
+    if (status == PKV_OK && pages->int4) {
+        read_coded(backend, pages);
+    } else if (status == PKV_OK) {
         size_t length = pages->length;
 
         pages->k_left = read_parts(backend, pages, PART_K_LEFT, length * pages->rank_k);
@@ -123,6 +162,8 @@ static void free_factors(struct pages *pages)
     free(pages->k_right);
     free(pages->v_left);
     free(pages->v_right);
+    for (int i = 0; i < 4; i++)
+        free(pages->coded[i]);
 }
 
 /* ---- What factors must be ---- */
@@ -521,6 +562,207 @@ START_TEST(factors_overflow)
 }
 END_TEST
 
+/* ---- INT4 ---- */
+
+/* A part of page `page`, as the format says. */
+static int code_of(const struct pages *pages, enum page_part part, size_t page, size_t i)
+{
+    const unsigned char *coded = pages->coded[part - PART_K_LEFT] + page * coded_bytes(pages, part);
+    int code = i % 2 == 0 ? coded[i / 2] & 15 : coded[i / 2] >> 4;
+
+    return code < 8 ? code : code - 16;
+}
+
+static double scale_of(const struct pages *pages, enum page_part part, size_t page, size_t i)
+{
+    uint16_t scale;
+
+    memcpy(&scale,
+           pages->coded[part - PART_K_LEFT] + page * coded_bytes(pages, part) +
+               codes_of(pages, part) / 2 + 2 * i,
+           sizeof scale);
+    return f16_to_f32(scale);
+}
+
+/* Element [t, i] of L~ R~. */
+static double int4_element(const struct pages *pages, bool is_key, size_t page, size_t t, size_t i)
+{
+    enum page_part left = is_key ? PART_K_LEFT : PART_V_LEFT;
+    enum page_part right = is_key ? PART_K_RIGHT : PART_V_RIGHT;
+    size_t rank = is_key ? pages->rank_k : pages->rank_v;
+    double sum = 0;
+
+    for (size_t c = 0; c < rank; c++)
+        sum += code_of(pages, left, page, t * rank + c) *
+               scale_of(pages, left, page, is_key ? c : t) *
+               code_of(pages, right, page, c * pages->d + i) * scale_of(pages, right, page, i);
+    return sum;
+}
+
+/* An f32 eigenvector can flip a rounding: a few elements may differ by a code. */
+static void check_int4_pages(const struct pages *pages, bool is_key, const float *expected)
+{
+    const size_t elements = pages->length * pages->d;
+
+    for (size_t page = 0; page < pages->n; page++) {
+        const float *x = expected + page * elements;
+        double difference = 0;
+        double largest = 0;
+        size_t close = 0;
+
+        for (size_t i = 0; i < elements; i++)
+            largest = fmax(largest, fabs((double)x[i]));
+        for (size_t i = 0; i < elements; i++) {
+            double y = int4_element(pages, is_key, page, i / pages->d, i % pages->d);
+
+            difference += (y - x[i]) * (y - x[i]);
+            close += fabs(y - x[i]) <= 1e-5 * largest;
+        }
+        require(sqrt(difference) < 2e-3 * sqrt(squared_norm(elements, x)));
+        require((double)close >= 0.97 * (double)elements);
+    }
+}
+
+START_TEST(real_int4_pages)
+{
+    const size_t elements = REAL_PAGES * REAL_LENGTH * REAL_DIM;
+    float *k = tests_read_f32(tests_path("pages/keys.f32"), elements);
+    float *v = tests_read_f32(tests_path("pages/values.f32"), elements);
+    float *k_int4 = tests_read_f32(tests_path("pages/keys_int4_r16.f32"), elements);
+    float *v_int4 = tests_read_f32(tests_path("pages/values_int4_r14.f32"), elements);
+
+    for (int type = 0; type < 3; type++) {
+        struct pages pages = {REAL_PAGES,      REAL_LENGTH, REAL_DIM, 16,          14,
+                              (pkv_dtype)type, .k = k,      .v = v,   .int4 = true};
+
+        if (type == PKV_F16) /* which the pages are not exact in */
+            continue;
+        ck_assert_int_eq(factorize(&pages), PKV_OK);
+        check_int4_pages(&pages, true, k_int4);
+        check_int4_pages(&pages, false, v_int4);
+        free_factors(&pages);
+    }
+    free(k);
+    free(v);
+    free(k_int4);
+    free(v_int4);
+}
+END_TEST
+
+/* Codes and scales of x [rows, columns], one scale a row or one a column. */
+static void check_codes(const struct pages *pages, enum page_part part, size_t rows, size_t columns,
+                        bool by_row, const double *x)
+{
+    for (size_t s = 0; s < (by_row ? rows : columns); s++) {
+        double scale = scale_of(pages, part, 0, s);
+        double exact = 0;
+
+        for (size_t i = 0; i < (by_row ? columns : rows); i++)
+            exact = fmax(exact, fabs(x[by_row ? s * columns + i : i * columns + s]) / 7);
+        /* Half a unit of the last place of f16, or of its subnormals, and f32's own roundings. */
+        require(fabs(scale - exact) <= fmax(0x1p-11 * exact, 0x1p-25) + 1e-6 * exact);
+    }
+    for (size_t i = 0; i < rows * columns; i++) {
+        double scale = scale_of(pages, part, 0, by_row ? i / columns : i % columns);
+        int code = code_of(pages, part, 0, i);
+        double exact = scale > 0 ? x[i] / scale : 0;
+
+        require(code >= -7 && code <= 7);
+        require(fabs(code - fmax(fmin(exact, 7), -7)) <= 0.5 + 1e-5);
+    }
+}
+
+/* What the format makes of an f32 cache's own factors. */
+static void check_int4(enum kind kind, size_t length, size_t d, size_t rank_k, size_t rank_v,
+                       float scale)
+{
+    float *x = tests_allocate(length * d, sizeof *x);
+
+    make_page(kind, length, d, scale, x);
+
+    struct pages native = {1, length, d, rank_k, rank_v, PKV_F32, .k = x, .v = x};
+    struct pages int4 = {1, length, d, rank_k, rank_v, PKV_F32, .k = x, .v = x, .int4 = true};
+
+    ck_assert_int_eq(factorize(&native), PKV_OK);
+    ck_assert_int_eq(factorize(&int4), PKV_OK);
+    for (int value = 0; value < 2; value++) {
+        size_t rank = value ? rank_v : rank_k;
+        const float *stored_left = value ? native.v_left : native.k_left;
+        const float *stored_right = value ? native.v_right : native.k_right;
+        double *left = tests_allocate(length * rank, sizeof *left);
+        double *right = tests_allocate(rank * d, sizeof *right);
+
+        for (size_t c = 0; c < rank; c++) {
+            double root = sqrt(sqrt(squared_norm(d, stored_right + c * d)));
+
+            for (size_t t = 0; t < length; t++)
+                left[t * rank + c] = root * stored_left[t * rank + c];
+            for (size_t i = 0; i < d; i++)
+                right[c * d + i] = root > 0 ? stored_right[c * d + i] / root : 0;
+        }
+        check_codes(&int4, value ? PART_V_LEFT : PART_K_LEFT, length, rank, value, left);
+        check_codes(&int4, value ? PART_V_RIGHT : PART_K_RIGHT, rank, d, false, right);
+        free(left);
+        free(right);
+    }
+    free_factors(&native);
+    free_factors(&int4);
+    free(x);
+}
+
+START_TEST(made_up_int4_pages)
+{
+    static const size_t shapes[][4] = {{8, 8, 1, 8},      {8, 64, 5, 3},    {16, 8, 8, 7},
+                                       {32, 128, 16, 14}, {40, 24, 23, 24}, {64, 72, 33, 2},
+                                       {256, 16, 15, 1},  {8, 1024, 1, 7}};
+    /* Scales from f16's subnormals, and 0, to near its end. */
+    static const float scales[] = {1, 1e-9f, 1e-11f, 1e-15f, 1e5f, 1e7f};
+
+    tests_seed((uint64_t)_i);
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (size_t j = 0; j < sizeof scales / sizeof *scales; j++)
+            check_int4((enum kind)_i, shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3],
+                       scales[j]);
+}
+END_TEST
+
+START_TEST(zeros_as_int4)
+{
+    static const float x[16 * 8];
+    struct pages pages = {1, 16, 8, 3, 5, PKV_BF16, .k = x, .v = x, .int4 = true};
+
+    ck_assert_int_eq(factorize(&pages), PKV_OK);
+    for (int part = PART_K_LEFT; part <= PART_V_RIGHT; part++)
+        for (size_t i = 0; i < coded_bytes(&pages, (enum page_part)part); i++)
+            require(pages.coded[part - PART_K_LEFT][i] == 0);
+    free_factors(&pages);
+}
+END_TEST
+
+START_TEST(int4_scales_overflow)
+{
+    enum { HEADS = 3, LENGTH = 16, DIM = 8 };
+    static const float values[] = {1e13f, 1e30f, 3e38f}; /* s_i exceeds f32 in the last */
+    float k[HEADS * LENGTH * DIM], v[HEADS * LENGTH * DIM];
+    struct pages pages = {HEADS, LENGTH, DIM, 2, 2, PKV_F32, .k = k, .v = v, .int4 = true};
+
+    for (size_t value = 0; value < sizeof values / sizeof *values; value++) {
+        for (size_t i = 0; i < HEADS * LENGTH * DIM; i++) {
+            k[i] = i / (LENGTH * DIM) == 2 ? values[value] : 1;
+            v[i] = i / (LENGTH * DIM) == 1 ? values[value] : 1;
+        }
+        ck_assert_int_eq(factorize(&pages), PKV_ERROR_VALUE);
+        ck_assert_str_eq(pages.message,
+                         "layer 0, KV head 1, page 0: V: its INT4 scales overflow f16");
+        for (size_t i = 0; i < HEADS * LENGTH * DIM; i++)
+            k[i] = i / (LENGTH * DIM) == 1 ? values[value] : 1;
+        ck_assert_int_eq(factorize(&pages), PKV_ERROR_VALUE);
+        ck_assert_str_eq(pages.message,
+                         "layer 0, KV head 1, page 0: K: its INT4 scales overflow f16");
+    }
+}
+END_TEST
+
 int main(void)
 {
     Suite *suite = suite_create("factorize");
@@ -532,6 +774,10 @@ int main(void)
     tcase_add_test(test, rounded_factors);
     tcase_add_test(test, modes_of_the_caller);
     tcase_add_test(test, factors_overflow);
+    tcase_add_test(test, real_int4_pages);
+    tcase_add_loop_test(test, made_up_int4_pages, 0, KINDS);
+    tcase_add_test(test, zeros_as_int4);
+    tcase_add_test(test, int4_scales_overflow);
     suite_add_tcase(suite, test);
     return tests_run(suite);
 }

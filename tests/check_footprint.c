@@ -108,9 +108,11 @@ START_TEST(test_footprint)
 {
     struct result raw = measure(PKV_FACTORS_NONE);
     struct result puzzle = measure(PKV_FACTORS_NATIVE);
+    struct result int4 = measure(PKV_FACTORS_INT4);
     size_t pages = TOKENS / 32, pair = (size_t)LAYERS * KV_HEADS * 2;
 
-    /* Per layer and KV head: 2 P d b dense, (r_K + r_V)(P + d) b factorized, b = 2. */
+    /* Per layer and KV head: 2 P d b dense, (r_K + r_V)(P + d) b factorized, b = 2; as INT4
+     * (r_K + r_V)(P + d) / 2 + 2 (r_K + d + P + d). */
     ck_assert_uint_eq(raw.stats.payload_bytes, pair * TOKENS * D * 2);
     ck_assert_uint_eq(raw.stats.raw_bytes, raw.stats.payload_bytes);
     ck_assert_uint_eq(puzzle.stats.raw_bytes, raw.stats.payload_bytes);
@@ -123,6 +125,13 @@ START_TEST(test_footprint)
     double ratio = (double)puzzle.stats.payload_bytes / (double)puzzle.stats.raw_bytes;
 
     ck_assert_double_eq_tol(ratio, 0.58755, 0.000005);
+    ck_assert_uint_eq(int4.stats.raw_bytes, raw.stats.payload_bytes);
+    ck_assert_uint_eq(int4.stats.payload_bytes,
+                      pair * 2 * 32 * D * 2 +
+                          (pages - 2) * pair / 2 * (30 * (32 + D) / 2 + 2 * (16 + D + 32 + D)));
+    ck_assert_double_eq_tol((double)int4.stats.payload_bytes / (double)int4.stats.raw_bytes,
+                            0.18678, 0.000005);
+    ck_assert_double_le((double)int4.stats.reserved_bytes, 0.20 * (double)raw.stats.reserved_bytes);
     ck_assert_double_le((double)puzzle.stats.reserved_bytes,
                         0.60 * (double)raw.stats.reserved_bytes);
 

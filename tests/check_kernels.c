@@ -295,6 +295,62 @@ START_TEST(chains)
 }
 END_TEST
 
+/* Codes of both kinds of pairs: the bits of one chain of multiply-adds, which is what the f32
+ * product of the same numbers is. */
+START_TEST(products_of_codes)
+{
+    static const size_t rows[] = {1, 2, 3, 4, 5, 7, 8, 9, 13, 33};
+    static const size_t evens[] = {8, 16, 24, 32, 40, 64, 72, 128, 136, 256};
+    static const size_t any[] = {1, 2, 3, 5, 7, 8, 13, 14, 16, 17, 31, 32, 33, 40};
+    const struct kernels *kernels = available[_i / 2];
+    const struct arithmetic *f32 = arithmetic_of(kernels, PKV_F32);
+    const bool row_pairs = _i % 2;
+
+    tests_seed((uint64_t)_i);
+    for (int repeat = 0; repeat < 300; repeat++) {
+        size_t m = PICK(rows);
+        size_t k = row_pairs ? PICK(evens) : PICK(any);
+        size_t n = row_pairs ? PICK(any) : PICK(evens);
+        size_t padded = kernels_padded(n);
+        /* The codes end exactly where the contract says that reads end. */
+        size_t bytes = row_pairs ? (k / 2 - 1) * n + padded : ((k - 1) * n + padded) / 2;
+        struct matrix b = make_matrix(PKV_F32, kernels->panel, k, n, k, n);
+        uint8_t *codes = allocate(bytes);
+        float *a = random_left(f32, m, k, k);
+        float *scale = random_scale(m);
+        float *expected = allocate(m * padded * sizeof *expected);
+        float *c = allocate(m * padded * sizeof *c);
+
+        for (size_t i = 0; i < m * padded; i++)
+            expected[i] = c[i] = tests_random_float();
+        memset(codes, 0x88, bytes); /* what lies past the end: -8, which is no code */
+        for (size_t i = 0; i < k; i++) {
+            for (size_t j = 0; j < n; j++) {
+                size_t at = row_pairs ? i / 2 * n + j : (i * n + j) / 2;
+                bool odd = row_pairs ? i % 2 : j % 2;
+                int code = (int)(tests_random() % 15) - 7;
+
+                codes[at] = (uint8_t)(odd ? (codes[at] & 15) | (code & 15) << 4
+                                          : (codes[at] & 0xf0) | (code & 15));
+                put(b.data, PKV_F32, stored_index(PKV_F32, kernels->panel, b, i, j), (float)code);
+            }
+        }
+        f32->product(m, k, n, a, k, b, scale, expected, padded);
+        (row_pairs ? kernels->multiply_row_pairs
+                   : kernels->multiply_column_pairs)(m, k, n, a, k, codes, scale, c, padded);
+        for (size_t i = 0; i < m; i++)
+            require_kernels(memcmp(c + i * padded, expected + i * padded, n * sizeof *c) == 0,
+                            kernels);
+        free(b.data);
+        free(codes);
+        free(a);
+        free(scale);
+        free(expected);
+        free(c);
+    }
+}
+END_TEST
+
 /* ---- Softmax and merge ---- */
 
 #define SOFTMAX_ROWS 21
@@ -607,6 +663,7 @@ int main(void)
     n = (int)n_available;
     tcase_add_loop_test(test, products, 0, 3 * n);
     tcase_add_loop_test(test, chains, 0, 3 * n);
+    tcase_add_loop_test(test, products_of_codes, 0, 2 * n);
     tcase_add_loop_test(test, softmax_states, 0, 3 * n);
     tcase_add_loop_test(test, softmax_scales, 0, 3 * n);
     tcase_add_loop_test(test, exponential, 0, 3 * n);

@@ -303,6 +303,31 @@ START_TEST(test_puzzle_logits)
 }
 END_TEST
 
+/* A rounding flip of a code moves single logits by up to 0.05: so the whole is compared. */
+START_TEST(test_int4_logits)
+{
+    const char *folder = models[_i];
+    const struct transformer_options options = {.threads = 2};
+    struct setup s;
+
+    open_setup(&s, folder, NULL, PKV_FACTORS_INT4, PKV_F32, &options);
+    size_t vocabulary = s.model->vocabulary;
+    size_t count = (IDS - PROMPT) * vocabulary;
+    float *expected = tests_read_f32(tests_path("%s/logits_puzzle_16_14_int4.f32", folder), count);
+    double squares = 0;
+
+    feed(&s, s.ids, PROMPT);
+    for (size_t i = 0; i < count; i++) {
+        if (i > 0 && i % vocabulary == 0)
+            feed(&s, s.ids + PROMPT + i / vocabulary - 1, 1);
+        squares += pow((double)s.logits[i % vocabulary] - expected[i], 2);
+    }
+    ck_assert_double_le(sqrt(squares / (double)count), 0.02);
+    free(expected);
+    close_setup(&s);
+}
+END_TEST
+
 /* Steps longer than a block of matrix rows, at positions that are no multiple of it. */
 START_TEST(test_blocks)
 {
@@ -486,6 +511,7 @@ int main(void)
     tcase_add_loop_test(tests, test_variant_logits, 0, (int)VARIANTS);
     tcase_add_test(tests, test_gguf_logits);
     tcase_add_loop_test(tests, test_puzzle_logits, 0, 2);
+    tcase_add_loop_test(tests, test_int4_logits, 0, 2);
     tcase_add_loop_test(tests, test_blocks, 0, 2);
     tcase_add_loop_test(tests, test_threads, 0, 2);
     tcase_add_loop_test(tests, test_interrupt, 0, 2);

@@ -115,6 +115,17 @@ static size_t model_tokens_in(const struct walk *walk, const struct model_sequen
     return left < length ? left : length;
 }
 
+/* Of K or V of one KV head. */
+static size_t model_factor_bytes(const struct walk *walk, bool is_key)
+{
+    size_t length = walk->config.page_tokens, d = walk->config.head_dim;
+    size_t rank = is_key ? walk->config.rank_k : walk->config.rank_v;
+
+    if ((is_key ? walk->config.factors_k : walk->config.factors_v) == PKV_FACTORS_NATIVE)
+        return rank * (length + d) * sizeof(float);
+    return rank * (length + d) / 2 + 2 * ((is_key ? rank : length) + d);
+}
+
 static void add_model_page(const struct walk *walk, pkv_stats *stats, pkv_page_state state,
                            size_t tokens)
 {
@@ -123,8 +134,7 @@ static void add_model_page(const struct walk *walk, pkv_stats *stats, pkv_page_s
     size_t bytes = tokens * token_bytes;
 
     if (state == PKV_PAGE_FACTORIZED)
-        bytes = heads * (walk->config.rank_k + walk->config.rank_v) *
-                (walk->config.page_tokens + walk->config.head_dim) * sizeof(float);
+        bytes = heads * (model_factor_bytes(walk, true) + model_factor_bytes(walk, false));
     stats->pages[state]++;
     stats->bytes[state] += bytes;
     stats->payload_bytes += bytes;
@@ -224,14 +234,18 @@ static void compare_page(struct walk *walk, const struct model_sequence *sequenc
     size_t page = below(walk, (uint32_t)pages);
     size_t layer = below(walk, (uint32_t)walk->config.layers);
     size_t head = below(walk, (uint32_t)walk->config.kv_heads);
+    bool factorized = sequence->pages[page].factorized;
 
     require_walk(pkv_seq_read_page(sequence->seq, layer, head, page, k, v) == PKV_OK);
     for (size_t t = 0; t < model_tokens_in(walk, sequence, page); t++) {
         size_t id = sequence->tokens[page * walk->config.page_tokens + t];
 
+        /* The fake backend cannot put its numbers into codes. */
         for (size_t i = 0; i < walk->config.head_dim; i++) {
-            require_walk(k[t * walk->config.head_dim + i] == fake_number(id, layer, head, false));
-            require_walk(v[t * walk->config.head_dim + i] == fake_number(id, layer, head, true));
+            require_walk((factorized && walk->config.factors_k == PKV_FACTORS_INT4) ||
+                         k[t * walk->config.head_dim + i] == fake_number(id, layer, head, false));
+            require_walk((factorized && walk->config.factors_v == PKV_FACTORS_INT4) ||
+                         v[t * walk->config.head_dim + i] == fake_number(id, layer, head, true));
         }
     }
 }
@@ -695,6 +709,10 @@ static void walk_randomly(struct walk *walk, unsigned operations)
     walk->config.window_pages = below(walk, 4);
     walk->config.rank_k = 1 + below(walk, 8);
     walk->config.rank_v = 1 + below(walk, 8);
+    if (below(walk, 3) == 0)
+        walk->config.factors_k = PKV_FACTORS_INT4;
+    if (below(walk, 3) == 0)
+        walk->config.factors_v = PKV_FACTORS_INT4;
     if (below(walk, 5) == 0) {
         walk->config.factors_k = PKV_FACTORS_NONE;
         walk->config.factors_v = PKV_FACTORS_NONE;

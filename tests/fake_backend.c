@@ -372,6 +372,7 @@ static pkv_status fake_read(struct backend *backend, struct page page, size_t la
 {
     const struct geometry *geometry = backend->geometry;
     bool value = part == PART_V || part == PART_V_LEFT || part == PART_V_RIGHT;
+    pkv_factors factors = value ? geometry->factors_v : geometry->factors_k;
     const float *from = numbers(backend, page, layer, kv_head, value);
     size_t dim = geometry->head_dim;
     size_t rank = value ? geometry->rank_v[layer] : geometry->rank_k[layer];
@@ -379,7 +380,13 @@ static pkv_status fake_read(struct backend *backend, struct page page, size_t la
 
     if ((page.kind == SLOT_FACTOR) != (part != PART_K && part != PART_V))
         violate(backend, "a part is read that is not there", 0, 0);
-    if (part == PART_K || part == PART_V) {
+    if (factors == PKV_FACTORS_INT4 && part != PART_K && part != PART_V) {
+        struct part_form form = parts_form(part, factors, tokens, dim, rank);
+        size_t bytes = parts_bytes(&form, sizeof(float));
+
+        for (size_t i = 0; i < bytes; i++)
+            ((unsigned char *)out)[i] = ((const unsigned char *)from)[i % (tokens * sizeof *from)];
+    } else if (part == PART_K || part == PART_V) {
         for (size_t i = 0; i < tokens * dim; i++)
             to[i] = from[i / dim];
     } else if (part == PART_K_LEFT || part == PART_V_LEFT) {
