@@ -71,6 +71,9 @@ END_TEST
 START_TEST(test_configuration_of_the_library)
 {
     struct kv_spec puzzle = parsed("puzzle:page=64,rk=9,rv=8,sink=2,window=3");
+    struct kv_spec int4[] = {parsed("puzzle:factors=int4,ratio=0.586"),
+                             parsed("puzzle-int4:ratio=0.586"),
+                             parsed("puzzle-int4:factors=int4,ratio=0.586")};
     struct kv_spec raw = parsed("raw:page=16");
     const struct model model = model_of(64);
     struct error error;
@@ -89,6 +92,15 @@ START_TEST(test_configuration_of_the_library)
     ck_assert_uint_eq(config.query_heads, 6);
     ck_assert_uint_eq(config.kv_heads, 2);
     ck_assert_uint_eq(config.head_dim, 64);
+
+    for (size_t i = 0; i < sizeof int4 / sizeof *int4; i++) {
+        ck_assert(kv_spec_resolve(&int4[i], &model, &error));
+        pages_configure(&int4[i], &model, &config);
+        ck_assert_int_eq(config.factors_k, PKV_FACTORS_INT4);
+        ck_assert_int_eq(config.factors_v, PKV_FACTORS_INT4);
+        ck_assert_uint_eq(config.rank_k, 13);
+        ck_assert_uint_eq(config.rank_v, 12);
+    }
 
     ck_assert(kv_spec_resolve(&raw, &model, &error));
     pages_configure(&raw, &model, &config);
@@ -175,6 +187,10 @@ START_TEST(test_canonical_text)
          "puzzle:page=32,rk=3,rv=14,sink=1,window=2,factors=native,rope=post"},
         {"puzzle:ratio=0.586",
          "puzzle:page=32,rk=13,rv=12,sink=1,window=1,factors=native,rope=post"},
+        {"puzzle:factors=int4",
+         "puzzle:page=32,rk=16,rv=14,sink=1,window=1,factors=int4,rope=post"},
+        {"puzzle-int4:rk=3",
+         "puzzle-int4:page=32,rk=3,rv=14,sink=1,window=1,factors=int4,rope=post"},
         {"puzzle:sink=1000000,window=1000000,page=256,rk=64,rv=64",
          "puzzle:page=256,rk=64,rv=64,sink=1000000,window=1000000,factors=native,rope=post"},
         {"raw", "raw:page=32"},
@@ -213,7 +229,7 @@ START_TEST(test_refusals)
     const struct {
         const char *text, *says; /* a part of the error that says why */
     } cases[] = {
-        {"", "unknown policy; there are: puzzle, raw, static"},
+        {"", "unknown policy; there are: puzzle, puzzle-int4, raw, static"},
         {":", "unknown policy"},
         {"puzzl", "unknown policy"},
         {"puzzles", "unknown policy"},
@@ -262,7 +278,9 @@ START_TEST(test_refusals)
         {"puzzle:ratio=", "is not a number"},
         {"puzzle:sink=1000001", "is not a whole number from 0 to 1000000"},
         {"puzzle:window=-1", "is not a whole number"},
-        {"puzzle:factors=int4", "\"int4\" is not known; there is: native"},
+        {"puzzle:factors=int3", "\"int3\" is not known; there is: native|int4"},
+        {"puzzle-int4:factors=native", "\"native\" is not known; there is: int4"},
+        {"puzzle-int", "unknown policy"},
         {"puzzle:rope=mid", "\"mid\" is not known; there is: post|pre"},
         {"global-svd:ratio=0", "leaves nothing"},
         {"streaming:recent=5,ratio=0.5", "recent and ratio both set the budget"},

@@ -33,7 +33,7 @@ refuse 2 'is not one of bf16, f16, f32' storage --shape qwen3-8b --tokens 9 --dt
 
 # ---- storage ------------------------------------------------------------------------------------
 
-document storage storage --shape llama-3.1-8b --tokens 16384 --kv raw --kv puzzle --kv static
+document storage storage --shape llama-3.1-8b --tokens 16384 --kv raw --kv puzzle --kv static --kv puzzle-int4
 same 'keys of storage' "$(keys storage)" 'isa cpu threads dtype shape tokens results '
 same 'dense bytes' "$(value storage results.0.bytes)" $((32 * 8 * 16384 * 2 * 128 * 2))
 same 'dense bytes again' "$(value storage results.1.bytes_raw)" "$(value storage results.0.bytes)"
@@ -42,6 +42,7 @@ same 'stored bytes' "$(value storage results.1.bytes)" \
 same 'dense ratio' "$(value storage results.0.kv_ratio)" 1.0
 same 'the static buffer' "$(value storage results.2.bytes)" "$(value storage results.0.bytes)"
 same ratio "$(value storage results.1.kv_ratio | cut -c 1-7)" 0.58755
+same 'ratio of INT4' "$(value storage results.3.kv_ratio | cut -c 1-7)" 0.18678
 same 'as typed' "$(value storage results.1.kv)" puzzle
 same canonical "$(value storage results.1.kv_canonical)" \
     puzzle:page=32,rk=16,rv=14,sink=1,window=1,factors=native,rope=post

@@ -37,7 +37,7 @@ refuse 2 'is not below --tokens 9' ppl model.gguf -f text --tokens 9 --prefill 9
 refuse 2 'is not a whole number' ppl model.gguf -f text --tokens 1 --prefill 1 --kv raw
 refuse 2 'is not a whole number' ppl model.gguf -f text --tokens 9 --prefill 0 --kv raw
 refuse 2 'unknown key "foo"' ppl model.gguf -f text --tokens 9 --prefill 1 --kv puzzle:foo=1
-refuse 2 'unknown policy; there are: puzzle, raw' info model.gguf --kv nonesuch
+refuse 2 'unknown policy; there are: puzzle, puzzle-int4, raw' info model.gguf --kv nonesuch
 refuse 2 '--temp: unknown' info model.gguf --temp 1
 refuse 2 '--output: unknown' ppl model.gguf --output x
 refuse 2 'is not one of bf16, f16, f32' info model.gguf --dtype int8
@@ -46,7 +46,7 @@ refuse 2 'is not one of bf16, f16, f32' info model.gguf --dtype int8
 
 refuse 1 'No such file' info "$work/none.gguf"
 refuse 1 'must be 1 to 64' info "$tiny" --kv puzzle:page=128,rk=65
-document info info "$tiny" --kv raw --kv puzzle --kv puzzle:ratio=0.586
+document info info "$tiny" --kv raw --kv puzzle --kv puzzle:ratio=0.586 --kv puzzle-int4
 same 'keys of info' "$(keys info)" "model isa cpu threads dtype architecture layers hidden \
 intermediate query_heads kv_heads head_dim vocabulary context tied_output rope_theta rope_scaling \
 types tokens results "
@@ -58,6 +58,8 @@ same 'stored bytes' "$(value info results.1.bytes.0)" \
     $((3 * 2 * 2 * (2 * 2 * 32 * 64 + 30 * 30 * 96)))
 same 'a ratio' "$(value info results.2.kv_canonical)" \
     puzzle:page=32,rk=13,rv=12,sink=1,window=1,factors=native,rope=post
+same 'bytes of INT4' "$(value info results.3.bytes.0)" \
+    $((3 * 2 * (2 * 2 * 2 * 32 * 64 + 30 * (30 * 96 / 2 + 2 * (16 + 64 + 32 + 64)))))
 document info_f32 info "$data/tiny-qwen3" --dtype f32
 same 'default policies' "$(value info_f32 results.0.kv) $(value info_f32 results.1.kv)" 'raw puzzle'
 same 'f32 bytes' "$(value info_f32 results.0.bytes.0)" $((3 * 2 * 4 * 1024 * 2 * 128))

@@ -74,7 +74,7 @@ refuse 2 '--stop: the text is empty' model.gguf -p x --stop ''
 refuse 2 '--kv: given twice' model.gguf -p x --kv raw --kv puzzle
 refuse 2 'unknown key "foo"' model.gguf -p x --kv puzzle:foo=1
 refuse 2 'not a multiple of 8' model.gguf -p x --kv puzzle:page=33
-refuse 2 'unknown policy; there are: puzzle, raw' model.gguf -p x --kv nonesuch
+refuse 2 'unknown policy; there are: puzzle, puzzle-int4, raw' model.gguf -p x --kv nonesuch
 refuse 2 'ratio stands for rk and rv' model.gguf -p x --kv puzzle:ratio=0.5,rk=4
 
 # ---- What only a look at files and machine shows ------------------------------------------------
@@ -124,6 +124,16 @@ same prompt_tokens "$(value france prompt_tokens)" 5
 same generated_tokens "$(value france generated_tokens)" 6
 same finish_reason "$(value france finish_reason)" length
 same kv_bytes "$(value france kv_bytes)" $((10 * 30 * 3 * 2 * 64 * 2))
+
+# INT4 factors, once pages are behind the window.
+answer int4 --raw-prompt -f "$source/COPYING" -n 2 --kv puzzle-int4
+tokens=$(($(value int4 prompt_tokens) + 1))
+pages=$((tokens / 32 - 2))
+[ $pages -gt 0 ] || fail "COPYING has $tokens tokens"
+same 'kv of INT4' "$(value int4 kv) $(value int4 kv_canonical)" \
+    'puzzle-int4 puzzle-int4:page=32,rk=16,rv=14,sink=1,window=1,factors=int4,rope=post'
+same 'kv_bytes of INT4' "$(value int4 kv_bytes)" $((30 * 3 * (2 * 2 * 64 * (tokens - 32 * pages) + \
+    pages * (30 * 96 / 2 + 2 * (16 + 64 + 32 + 64)))))
 
 # Streamed, the text is the same; the statistics are apart from it.
 puzzlekv-run "$model" --raw-prompt -p 'The capital of France is' -n 6 --stats > "$work/text" \

@@ -258,8 +258,10 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
         if (!kv_spec_resolve(&a->kv[i].spec, &a->model, error))
             return false;
         if (command->run == bench_attention && a->kv[i].spec.policy != &policy_puzzle &&
-            a->kv[i].spec.policy != &policy_raw)
-            return error_set(error, "--kv %.80s: attention takes the library's own, puzzle and raw",
+            a->kv[i].spec.policy != &policy_puzzle_int4 && a->kv[i].spec.policy != &policy_raw)
+            return error_set(error,
+                             "--kv %.80s: attention takes the library's own, puzzle, puzzle-int4 "
+                             "and raw",
                              a->kv[i].text);
     }
     return true;

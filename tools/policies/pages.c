@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The policies of libpuzzlekv: puzzle, with old pages as factors, and raw, with none. puzzlekv.h
- * has the method, its equations and its bytes.
+ * The policies of libpuzzlekv: puzzle and puzzle-int4, with old pages as factors, and raw, with
+ * none. puzzlekv.h has the method, its equations and its bytes.
  */
 #include "pages.h"
 
@@ -13,16 +13,22 @@
 
 enum { PAGE, RK, RV, RATIO, SINK, WINDOW, FACTORS, ROPE };
 
-static const struct policy_key puzzle_keys[] = {
-    [PAGE] = {.name = "page", .preset = "32", .least = 8, .most = 256, .multiple = 8},
-    [RK] = {.name = "rk", .preset = "16", .least = 1, .most = 256},
-    [RV] = {.name = "rv", .preset = "14", .least = 1, .most = 256},
-    [RATIO] = {.name = "ratio", .kind = POLICY_REAL, .most = 1, .positive = true},
-    [SINK] = {.name = "sink", .preset = "1", .most = MAX_PAGES},
-    [WINDOW] = {.name = "window", .preset = "1", .most = MAX_PAGES},
-    [FACTORS] = {.name = "factors", .kind = POLICY_CHOICE, .preset = "native", .choices = "native"},
-    [ROPE] = {.name = "rope", .kind = POLICY_CHOICE, .preset = "post", .choices = "post|pre"},
-};
+/* puzzle-int4 is puzzle with one form of factors. */
+#define PUZZLE_KEYS(preset_factors, all_factors)                                                   \
+    [PAGE] = {.name = "page", .preset = "32", .least = 8, .most = 256, .multiple = 8},             \
+    [RK] = {.name = "rk", .preset = "16", .least = 1, .most = 256},                                \
+    [RV] = {.name = "rv", .preset = "14", .least = 1, .most = 256},                                \
+    [RATIO] = {.name = "ratio", .kind = POLICY_REAL, .most = 1, .positive = true},                 \
+    [SINK] = {.name = "sink", .preset = "1", .most = MAX_PAGES},                                   \
+    [WINDOW] = {.name = "window", .preset = "1", .most = MAX_PAGES},                               \
+    [FACTORS] = {.name = "factors",                                                                \
+                 .kind = POLICY_CHOICE,                                                            \
+                 .preset = preset_factors,                                                         \
+                 .choices = all_factors},                                                          \
+    [ROPE] = {.name = "rope", .kind = POLICY_CHOICE, .preset = "post", .choices = "post|pre"}
+
+static const struct policy_key puzzle_keys[] = {PUZZLE_KEYS("native", "native|int4")};
+static const struct policy_key puzzle_int4_keys[] = {PUZZLE_KEYS("int4", "int4")};
 
 static const struct policy_key raw_keys[] = {
     [PAGE] = {.name = "page", .preset = "32", .least = 8, .most = 256, .multiple = 8},
@@ -88,6 +94,8 @@ void pages_configure(const struct kv_spec *spec, const struct model *model, pkv_
     config->window_pages = kv_spec_count(spec, WINDOW);
     config->rank_k = kv_spec_count(spec, RK);
     config->rank_v = kv_spec_count(spec, RV);
+    if (spec->policy == &policy_puzzle_int4 || kv_spec_count(spec, FACTORS) == 1)
+        config->factors_k = config->factors_v = PKV_FACTORS_INT4;
 }
 
 static bool count_bytes(const struct kv_spec *spec, const struct policy_size *size, size_t *bytes,
@@ -255,7 +263,7 @@ static bool open_pages(const struct kv_spec *spec, const struct kv_store_options
 {
     struct pages *pages;
 
-    if (spec->policy == &policy_puzzle && kv_spec_count(spec, ROPE) == 1)
+    if (spec->policy != &policy_raw && kv_spec_count(spec, ROPE) == 1)
         return puzzle_pre_open(spec, options, store, error);
     pages = calloc(1, sizeof *pages);
     if (pages == NULL)
@@ -275,6 +283,17 @@ const struct policy policy_puzzle = {
     .summary = "pages, old ones as low-rank factors; ratio for rk and rv",
     .keys = puzzle_keys,
     .key_count = sizeof puzzle_keys / sizeof *puzzle_keys,
+    .check = check_puzzle,
+    .resolve = resolve_puzzle,
+    .bytes = count_bytes,
+    .open = open_pages,
+};
+
+const struct policy policy_puzzle_int4 = {
+    .name = "puzzle-int4",
+    .summary = "puzzle with factors in codes of 4 bits",
+    .keys = puzzle_int4_keys,
+    .key_count = sizeof puzzle_int4_keys / sizeof *puzzle_int4_keys,
     .check = check_puzzle,
     .resolve = resolve_puzzle,
     .bytes = count_bytes,

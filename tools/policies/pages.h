@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The policies of libpuzzlekv: puzzle, with old pages as factors, and raw, with none. */
+/* The policies of libpuzzlekv: puzzle and puzzle-int4, with old pages as factors, and raw. */
 #ifndef PUZZLEKV_TOOLS_POLICIES_PAGES_H
 #define PUZZLEKV_TOOLS_POLICIES_PAGES_H
 
@@ -7,7 +7,7 @@
 
 #include "policy.h"
 
-/* Initialises `config` with what the model and the policy, which is puzzle or raw, decide. The spec
+/* Initialises `config` with what the model and the policy, one of this file's, decide. The spec
  * is resolved. */
 void pages_configure(const struct kv_spec *spec, const struct model *model, pkv_config *config);
 

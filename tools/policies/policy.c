@@ -5,8 +5,8 @@
 #include <stdlib.h>
 
 const struct policy *const policies[] = {
-    &policy_puzzle, &policy_raw,        &policy_static,    &policy_int4,
-    &policy_int3,   &policy_global_svd, &policy_streaming, &policy_kivi,
+    &policy_puzzle, &policy_puzzle_int4, &policy_raw,       &policy_static, &policy_int4,
+    &policy_int3,   &policy_global_svd,  &policy_streaming, &policy_kivi,
 };
 
 const size_t policy_count = sizeof policies / sizeof *policies;

@@ -92,8 +92,8 @@ struct policy {
                  struct kv_store **store, struct error *error);
 };
 
-extern const struct policy policy_puzzle, policy_raw, policy_static, policy_int4, policy_int3,
-    policy_global_svd, policy_streaming, policy_kivi;
+extern const struct policy policy_puzzle, policy_puzzle_int4, policy_raw, policy_static,
+    policy_int4, policy_int3, policy_global_svd, policy_streaming, policy_kivi;
 
 /* All of them, in the order in which they are listed. */
 extern const struct policy *const policies[];
