@@ -44,6 +44,7 @@ struct eval_arguments {
     const char *rows_file;   /* the second operand of tasks */
     enum task_metric metric; /* --metric */
     size_t max_new;          /* --max-new */
+    const char *plot;        /* --plot */
     bool resume;
     bool csv;
     bool json;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "options.h"
+#include "plot.h"
 #include "runner/tokenizer.h"
 
 struct policy_run {
@@ -190,60 +191,119 @@ out:
     return done;
 }
 
-/* A table, or in `results` the objects of the JSON document. */
-static bool report_run(const struct eval_arguments *arguments, const struct policy_run *run,
-                       json_t *results, struct error *error)
-{
-    double predictions = (double)(arguments->tokens - arguments->prefill);
-    double nll = run->nll / predictions;
-    double kl = run->kl / predictions;
-    double top1 = (double)run->agreed / predictions;
+/* The figures of one policy. */
+struct result {
+    const char *kv; /* as typed */
     char canonical[KV_SPEC_TEXT_BYTES];
+    double ppl, nll, kl, top1, kv_ratio;
+};
+
+static bool get_result(const struct eval_arguments *arguments, const struct policy_run *run,
+                       struct result *result, struct error *error)
+{
+    const double predictions = (double)(arguments->tokens - arguments->prefill);
     struct kv_stats stats;
-    double ratio;
 
     if (!kv_store_stats(run->cache.store, &stats, error))
         return false;
-    ratio = (double)stats.payload_bytes / (double)stats.raw_bytes;
-    if (results == NULL) {
-        printf("%-*s %10.4f %8.5f %10.3e %7.4f %8.5f\n", eval_kv_width(arguments), run->text,
-               exp(nll), nll, kl, top1, ratio);
-        return true;
-    }
-    kv_spec_canonical(&run->cache.spec, canonical);
-    if (json_array_append_new(results,
-                              json_pack("{s:s, s:s, s:o, s:o, s:o, s:o, s:o}", "kv", run->text,
-                                        "kv_canonical", canonical, "ppl", json_finite(exp(nll)),
-                                        "nll", json_finite(nll), "kl", json_finite(kl), "top1",
-                                        json_finite(top1), "kv_ratio", json_finite(ratio))) != 0)
-        return error_set(error, "out of memory for the JSON document");
+    result->kv = run->text;
+    kv_spec_canonical(&run->cache.spec, result->canonical);
+    result->nll = run->nll / predictions;
+    result->ppl = exp(result->nll);
+    result->kl = run->kl / predictions;
+    result->top1 = (double)run->agreed / predictions;
+    result->kv_ratio = (double)stats.payload_bytes / (double)stats.raw_bytes;
     return true;
+}
+
+static void print_table(const struct eval_arguments *arguments, const struct result *results)
+{
+    const int width = eval_kv_width(arguments);
+
+    printf("%-*s %10s %8s %10s %7s %8s\n", width, "kv", "ppl", "nll", "kl", "top1", "kv_ratio");
+    for (size_t i = 0; i < arguments->kv_count; i++)
+        printf("%-*s %10.4f %8.5f %10.3e %7.4f %8.5f\n", width, results[i].kv, results[i].ppl,
+               results[i].nll, results[i].kl, results[i].top1, results[i].kv_ratio);
+}
+
+static void print_csv(const struct eval_arguments *arguments, const struct result *results)
+{
+    puts("kv,ppl,nll,kl,top1,kv_ratio");
+    for (size_t i = 0; i < arguments->kv_count; i++) {
+        csv_text(results[i].kv);
+        printf(",%.17g,%.17g,%.17g,%.17g,%.17g\n", results[i].ppl, results[i].nll, results[i].kl,
+               results[i].top1, results[i].kv_ratio);
+    }
+}
+
+static bool print_json(const struct eval_arguments *arguments, const struct result *results,
+                       struct error *error)
+{
+    json_t *list = json_array();
+
+    for (size_t i = 0; i < arguments->kv_count; i++) {
+        const struct result *result = &results[i];
+
+        if (json_array_append_new(
+                list, json_pack("{s:s, s:s, s:o, s:o, s:o, s:o, s:o}", "kv", result->kv,
+                                "kv_canonical", result->canonical, "ppl", json_finite(result->ppl),
+                                "nll", json_finite(result->nll), "kl", json_finite(result->kl),
+                                "top1", json_finite(result->top1), "kv_ratio",
+                                json_finite(result->kv_ratio))) != 0) {
+            json_decref(list);
+            return error_set(error, "out of memory for the JSON document");
+        }
+    }
+    return eval_print_document(arguments,
+                               json_pack("{s:I, s:I, s:o}", "tokens", (json_int_t)arguments->tokens,
+                                         "prefill", (json_int_t)arguments->prefill, "results",
+                                         list),
+                               error);
+}
+
+/* Perplexity and divergence, side by side. */
+static bool draw_plot(const struct eval_arguments *arguments, const struct result *results,
+                      struct error *error)
+{
+    const size_t count = arguments->kv_count;
+    struct plot_panel panels[] = {
+        {.title = arguments->file, .y_label = "perplexity"},
+        {.title = arguments->file, .y_label = "KL divergence from raw, nats a token"}};
+    struct plot_quality *points = calloc(count, sizeof *points);
+    bool done = points != NULL || error_set(error, "out of memory for the plot");
+
+    for (size_t panel = 0; panel < 2 && done; panel++) {
+        for (size_t i = 0; i < count; i++)
+            points[i] = (struct plot_quality){results[i].kv, results[i].kv_ratio,
+                                              panel == 0 ? results[i].ppl : results[i].kl, 0, 0};
+        done = plot_quality(points, count, false, &panels[panel], error);
+    }
+    done = done && plot_write(arguments->plot, panels, 2, error);
+    for (size_t panel = 0; panel < 2; panel++)
+        plot_quality_free(&panels[panel]);
+    free(points);
+    return done;
 }
 
 /* In the order of the command line; `order[i]` is the run of the i-th --kv. */
 static bool report(const struct eval_arguments *arguments, const struct policy_run *runs,
                    const size_t *order, struct error *error)
 {
-    json_t *results = NULL;
+    struct result *results = calloc(arguments->kv_count, sizeof *results);
+    bool done = results != NULL || error_set(error, "out of memory for the results");
 
-    if (arguments->json)
-        results = json_array();
-    else
-        printf("%-*s %10s %8s %10s %7s %8s\n", eval_kv_width(arguments), "kv", "ppl", "nll", "kl",
-               "top1", "kv_ratio");
-    for (size_t i = 0; i < arguments->kv_count; i++) {
-        if (!report_run(arguments, &runs[order[i]], results, error)) {
-            json_decref(results);
-            return false;
-        }
+    for (size_t i = 0; i < arguments->kv_count && done; i++)
+        done = get_result(arguments, &runs[order[i]], &results[i], error);
+    if (done && arguments->plot != NULL)
+        done = draw_plot(arguments, results, error);
+    if (done && arguments->json) {
+        done = print_json(arguments, results, error);
+    } else if (done) {
+        (arguments->csv ? print_csv : print_table)(arguments, results);
+        done = output_flush(error);
     }
-    if (!arguments->json)
-        return output_flush(error);
-    return eval_print_document(arguments,
-                               json_pack("{s:I, s:I, s:o}", "tokens", (json_int_t)arguments->tokens,
-                                         "prefill", (json_int_t)arguments->prefill, "results",
-                                         results),
-                               error);
+    free(results);
+    return done;
 }
 
 bool eval_ppl(const struct eval_arguments *arguments, struct error *error)

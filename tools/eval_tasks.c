@@ -13,6 +13,7 @@
 #include "jsonl.h"
 #include "options.h"
 #include "output_file.h"
+#include "plot.h"
 #include "runner/detokenizer.h"
 #include "runner/sampler.h"
 #include "task_log.h"
@@ -516,6 +517,30 @@ static bool print_json(const struct tasks *t, struct error *error)
                                error);
 }
 
+static bool draw_plot(const struct tasks *t, struct error *error)
+{
+    const struct eval_arguments *a = t->arguments;
+    struct plot_panel panel = {.title = a->rows_file, .y_label = "score, %"};
+    struct plot_quality *results = calloc(a->kv_count, sizeof *results);
+    bool done;
+
+    if (results == NULL)
+        return error_set(error, "out of memory for the plot");
+    for (size_t i = 0; i < a->kv_count; i++) {
+        struct plot_quality *result = &results[i];
+        const double mean = t->contenders[i].score / (double)t->row_count;
+
+        task_interval(mean, t->row_count, &result->low, &result->high);
+        *result = (struct plot_quality){t->contenders[i].text, kv_ratio(&t->contenders[i]),
+                                        100 * mean, 100 * result->low, 100 * result->high};
+    }
+    done = plot_quality(results, a->kv_count, true, &panel, error) &&
+           plot_write(a->plot, &panel, 1, error);
+    plot_quality_free(&panel);
+    free(results);
+    return done;
+}
+
 /* ---- The command -------------------------------------------------------------------------------
  */
 
@@ -570,7 +595,8 @@ static void close_tasks(struct tasks *t)
 bool eval_tasks(const struct eval_arguments *arguments, struct error *error)
 {
     struct tasks t = {.arguments = arguments};
-    bool done = open_tasks(&t, error) && run_rows(&t, error);
+    bool done = open_tasks(&t, error) && run_rows(&t, error) &&
+                (arguments->plot == NULL || draw_plot(&t, error));
 
     if (done && arguments->json) {
         done = print_json(&t, error);

@@ -70,6 +70,76 @@ bool plot_check(struct error *error)
     return done;
 }
 
+/* ---- Quality against ratio ---------------------------------------------------------------------
+ */
+
+static int compare_ratios(const void *a, const void *b)
+{
+    const double x = ((const struct plot_point *)a)->x, y = ((const struct plot_point *)b)->x;
+
+    return (x > y) - (x < y);
+}
+
+/* Bytes of a policy's name, which its parameters follow. */
+static size_t name_length(const char *kv)
+{
+    return strcspn(kv, ":");
+}
+
+static bool same_policy(const char *a, const char *b)
+{
+    return name_length(a) == name_length(b) && memcmp(a, b, name_length(a)) == 0;
+}
+
+bool plot_quality(const struct plot_quality *results, size_t count, bool bars,
+                  struct plot_panel *panel, struct error *error)
+{
+    struct plot_series *all = calloc(count, sizeof *all);
+
+    panel->series = all;
+    panel->series_count = 0;
+    panel->key_below = true;
+    panel->x_label = "stored bytes / dense bytes";
+    if (all == NULL)
+        return error_set(error, "out of memory for the plot");
+    for (size_t i = 0; i < count; i++) {
+        struct plot_series *series = &all[panel->series_count];
+        struct plot_point *points;
+        bool seen = false;
+
+        for (size_t j = 0; j < i; j++)
+            seen |= same_policy(results[i].kv, results[j].kv);
+        if (seen)
+            continue;
+        points = calloc(count, sizeof *points);
+        series->name = strndup(results[i].kv, name_length(results[i].kv));
+        series->points = points;
+        series->colour = (int)panel->series_count++;
+        series->style = PLOT_MARKS;
+        series->bars = bars;
+        if (points == NULL || series->name == NULL)
+            return error_set(error, "out of memory for the plot");
+        for (size_t j = i; j < count; j++) {
+            if (same_policy(results[i].kv, results[j].kv))
+                points[series->count++] = (struct plot_point){results[j].ratio, results[j].value,
+                                                              results[j].low, results[j].high};
+        }
+        qsort(points, series->count, sizeof *points, compare_ratios);
+    }
+    return true;
+}
+
+void plot_quality_free(struct plot_panel *panel)
+{
+    for (size_t i = 0; panel->series != NULL && i < panel->series_count; i++) {
+        free((void *)panel->series[i].name);
+        free((void *)panel->series[i].points);
+    }
+    free((void *)panel->series);
+    panel->series = NULL;
+    panel->series_count = 0;
+}
+
 /* ---- The script ------------------------------------------------------------------------------ */
 
 /* A string of the script, as it is. */

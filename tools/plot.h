@@ -30,6 +30,21 @@ struct plot_panel {
     bool key_below; /* else inside */
 };
 
+/* Quality against ratio: a mark for each policy, those that differ in their parameters alone in one
+ * colour and joined in the order of their ratios. */
+struct plot_quality {
+    const char *kv; /* as typed */
+    double ratio;
+    double value;
+    double low, high; /* of value, with bars */
+};
+
+/* Fills a panel with series, which the caller frees by plot_quality_free() whether it fails or not.
+ */
+bool plot_quality(const struct plot_quality *results, size_t count, bool bars,
+                  struct plot_panel *panel, struct error *error);
+void plot_quality_free(struct plot_panel *panel);
+
 /* Fails if gnuplot cannot be run; so that a long run need not end with that. */
 bool plot_check(struct error *error);
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "options.h"
+#include "plot.h"
 #include "runner/file_map.h"
 
 static const char program[] = "puzzlekv-eval";
@@ -29,6 +30,7 @@ enum {
     OPTION_MAX_NEW,
     OPTION_RESUME,
     OPTION_CSV,
+    OPTION_PLOT,
     OPTION_JSON,
     OPTION_COUNT
 };
@@ -40,6 +42,7 @@ enum {
 #define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
 #define ROW_JSON    {OPTION_JSON, "json", NULL, "print one JSON document"}
 #define ROW_CSV     {OPTION_CSV, "csv", NULL, "print CSV instead of the table"}
+#define ROW_PLOT    {OPTION_PLOT, "plot", "FILE", "draw quality against ratio as SVG, with gnuplot"}
 #define ROW_DTYPE_BF16 \
     {OPTION_DTYPE, "dtype", "TYPE", "storage type of the cache: bf16, f16 or f32 (bf16)"}
 #define ROW_DTYPE_F32 \
@@ -77,6 +80,8 @@ static const struct option_row ppl_rows[] = {
     ROW_KVS,
     ROW_DTYPE_BF16,
     ROW_THREADS,
+    ROW_PLOT,
+    ROW_CSV,
     ROW_JSON,
     OPTION_ROWS_COMMON,
 };
@@ -92,6 +97,7 @@ static const struct option_row tasks_rows[] = {
     ROW_THREADS,
     {'o', "output", "FILE", "write each row's predictions, as JSON Lines"},
     {OPTION_RESUME, "resume", NULL, "go on from what --output holds already"},
+    ROW_PLOT,
     ROW_CSV,
     ROW_JSON,
     OPTION_ROWS_COMMON,
@@ -245,6 +251,9 @@ static bool set_option(struct eval_arguments *a, int id, const char *value, stru
         return number_size("--max-new", value, 1, INT32_MAX, &a->max_new, error);
     case OPTION_RESUME:
         a->resume = true;
+        return true;
+    case OPTION_PLOT:
+        a->plot = value;
         return true;
     case OPTION_CSV:
         a->csv = true;
@@ -453,7 +462,8 @@ int main(int argc, char **argv)
             machine_calm_threads(argv);
             interrupt_catch();
             file_map_guard(program);
-            done = command->run(&arguments, &error);
+            done =
+                (arguments.plot == NULL || plot_check(&error)) && command->run(&arguments, &error);
             progress_clear();
         }
         if (!done)
