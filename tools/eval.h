@@ -10,10 +10,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "ablation.h"
 #include "error.h"
 #include "kv_spec.h"
 #include "policies/policy.h"
 #include "runner/model.h"
+#include "runner/token_list.h"
 #include "runner/tokenizer.h"
 #include "runner/transformer.h"
 #include "task_rows.h"
@@ -34,11 +36,13 @@ struct eval_arguments {
     size_t prefill;       /* >= 1, < tokens */
     struct eval_kv *kv;   /* [kv_count], in the order typed */
     size_t kv_count;
-    enum task task; /* --task */
-    size_t length;  /* --length */
-    size_t rows;    /* --rows */
-    uint64_t seed;  /* --seed */
-    bool chat;      /* --chat */
+    const char *ablation;
+    char ablation_texts[ABLATION_MOST][ABLATION_TEXT_BYTES]; /* the first --kv, once typed for us */
+    enum task task;                                          /* --task */
+    size_t length;                                           /* --length */
+    size_t rows;                                             /* --rows */
+    uint64_t seed;                                           /* --seed */
+    bool chat;                                               /* --chat */
     pkv_dtype dtype;
     unsigned threads;
     const char *rows_file;   /* the second operand of tasks */
@@ -55,12 +59,18 @@ bool eval_info(const struct eval_arguments *arguments, struct error *error);
 bool eval_tokenize(const struct eval_arguments *arguments, struct error *error);
 bool eval_logits(const struct eval_arguments *arguments, struct error *error);
 bool eval_ppl(const struct eval_arguments *arguments, struct error *error);
+bool eval_ranks(const struct eval_arguments *arguments, struct error *error);
 bool eval_tasks(const struct eval_arguments *arguments, struct error *error);
 bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *error);
 
 /* The model's tokenizer; warns if there is doubt about it. */
 bool eval_tokenizer_open(const struct eval_arguments *arguments, struct tokenizer **tokenizer,
                          struct error *error);
+
+/* Appends the ids of --file, behind a BOS if the model asks for one, to `list`: at least --tokens
+ * of them, where that is given, which is at most the model's context. */
+bool eval_read_text(const struct eval_arguments *arguments, const struct model *model,
+                    struct token_list *list, struct error *error);
 
 /* A transformer that stops at Ctrl-C. */
 bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,

@@ -8,7 +8,6 @@
 
 #include "options.h"
 #include "plot.h"
-#include "runner/tokenizer.h"
 
 struct policy_run {
     const char *text; /* as typed; NULL: the reference that was not asked for */
@@ -16,33 +15,6 @@ struct policy_run {
     double nll, kl; /* sums over the predictions, in nats */
     size_t agreed;  /* predictions whose likeliest token is the reference's */
 };
-
-static bool read_tokens(const struct eval_arguments *arguments, const struct model *model,
-                        struct token_list *list, struct error *error)
-{
-    struct tokenizer *tokenizer = NULL;
-    struct text text = {.data = NULL};
-    bool done = false;
-
-    if (!text_read(arguments->file, &text, error) ||
-        !text_check_utf8(text.name, text.data, text.size, error) ||
-        !eval_tokenizer_open(arguments, &tokenizer, error))
-        goto out;
-    if (tokenizer_wants_bos(tokenizer) && !token_list_append(list, tokenizer_bos(tokenizer), error))
-        goto out;
-    if (!tokenizer_encode(tokenizer, text.data, text.size, true, list, error))
-        goto out;
-    if (list->count < arguments->tokens) {
-        error_set(error, "%s: has %zu tokens; --tokens asks for %zu", text.name, list->count,
-                  arguments->tokens);
-        goto out;
-    }
-    done = model_check_ids(model, arguments->model, list->ids, arguments->tokens, error);
-out:
-    tokenizer_close(tokenizer);
-    free(text.data);
-    return done;
-}
 
 /* Natural logarithms of the softmax of `logits`, and the first of the largest. */
 static bool log_softmax(const float *logits, size_t count, double *logs, size_t *largest,
@@ -321,13 +293,8 @@ bool eval_ppl(const struct eval_arguments *arguments, struct error *error)
         goto out;
     }
     if (!model_open(arguments->model, &model, error) ||
-        !read_tokens(arguments, model, &list, error))
+        !eval_read_text(arguments, model, &list, error))
         goto out;
-    if (arguments->tokens > model->context_length) {
-        error_set(error, "--tokens %zu: the model's context is %zu tokens", arguments->tokens,
-                  model->context_length);
-        goto out;
-    }
 
     /* The first raw on the command line is the reference, or one that nobody asked for. */
     if (!kv_spec_parse("raw", &raw, error))

@@ -98,7 +98,6 @@ bool plot_quality(const struct plot_quality *results, size_t count, bool bars,
 
     panel->series = all;
     panel->series_count = 0;
-    panel->key_below = true;
     panel->x_label = "stored bytes / dense bytes";
     if (all == NULL)
         return error_set(error, "out of memory for the plot");
@@ -195,6 +194,39 @@ static void write_series(FILE *script, const struct plot_series *series, size_t 
     }
 }
 
+/* gnuplot finds the range itself, but complains where there is none. */
+static void write_range(FILE *script, char axis, double least, double most)
+{
+    if (least < most)
+        fprintf(script, "set %crange [*:*]\n", axis);
+    else
+        fprintf(script, "set %crange [%.9g:%.9g]\n", axis, least - 0.5, least + 0.5);
+}
+
+static void write_ranges(FILE *script, const struct plot_panel *panel)
+{
+    double least_x = INFINITY, most_x = -INFINITY, least_y = INFINITY, most_y = -INFINITY;
+
+    for (size_t i = 0; i < panel->series_count; i++) {
+        const struct plot_series *series = &panel->series[i];
+
+        for (size_t j = 0; j < series->count; j++) {
+            const struct plot_point *point = &series->points[j];
+
+            if (!is_plain(point))
+                continue;
+            least_x = fmin(least_x, point->x);
+            most_x = fmax(most_x, point->x);
+            least_y = fmin(least_y, series->bars ? point->low : point->y);
+            most_y = fmax(most_y, series->bars ? point->high : point->y);
+        }
+    }
+    if (least_x <= most_x) {
+        write_range(script, 'x', least_x, most_x);
+        write_range(script, 'y', least_y, most_y);
+    }
+}
+
 static void write_panel(FILE *script, const struct plot_panel *panel, size_t number)
 {
     const char *gap = "plot ";
@@ -205,9 +237,13 @@ static void write_panel(FILE *script, const struct plot_panel *panel, size_t num
     quote(script, panel->x_label);
     fputs("\nset ylabel ", script);
     quote(script, panel->y_label);
-    fputs(panel->key_below ? "\nset key outside below noenhanced\n"
-                           : "\nset key inside right bottom noenhanced\n",
+    /* Marks are not to lie on the frame. */
+    fputs(panel->series_count > 0 && panel->series[0].style == PLOT_MARKS
+              ? "\nset offsets graph 0.05, graph 0.05, graph 0.05, graph 0.05"
+              : "\nset offsets 0, 0, graph 0.05, 0",
           script);
+    fputs("\nset key outside below noenhanced\n", script);
+    write_ranges(script, panel);
     for (size_t i = 0; i < panel->series_count; i++)
         write_points(script, &panel->series[i], number, i);
     for (size_t i = 0; i < panel->series_count; i++) {
@@ -230,7 +266,6 @@ static void write_script(FILE *script, const struct plot_panel *panels, size_t p
             "set terminal svg size %zu,480 dynamic noenhanced font 'sans-serif,13' "
             "background rgb 'white'\n"
             "set grid linecolor '#dddddd'\nset border 3\nset tics nomirror out\n"
-            "set offsets graph 0.05, graph 0.05, graph 0.05, graph 0.05\n"
             "set multiplot layout 1,%zu\n",
             60 + 580 * panel_count, panel_count);
     for (size_t i = 0; i < panel_count; i++)
@@ -241,33 +276,34 @@ static void write_script(FILE *script, const struct plot_panel *panels, size_t p
 bool plot_write(const char *path, const struct plot_panel *panels, size_t panel_count,
                 struct error *error)
 {
-    FILE *output = output_file_open(path, NULL, error);
-    FILE *script;
     struct sigaction ignore = {.sa_handler = SIG_IGN}, before;
-    int ends[2];
+    struct output_file output;
+    FILE *script = NULL;
+    int ends[2] = {-1, -1};
     pid_t child;
-    bool done;
+    bool done = false;
 
-    if (output == NULL)
-        return false;
+    if (!output_file_open(&output, path, NULL, error))
+        goto out;
     if (pipe2(ends, O_CLOEXEC) != 0) {
         error_set(error, "gnuplot: %s", strerror(errno));
-        return output_file_close(output, path, false, error);
+        goto out;
     }
-    done = start(NULL, ends[0], fileno(output), &child, error);
+    done = start(NULL, ends[0], fileno(output.file), &child, error);
     close(ends[0]);
-    /* If gnuplot ends early, its status says so. */
-    sigemptyset(&ignore.sa_mask);
-    sigaction(SIGPIPE, &ignore, &before);
     script = done ? fdopen(ends[1], "w") : NULL;
-    if (script != NULL) {
+    if (script == NULL) {
+        close(ends[1]);
+    } else {
+        /* If gnuplot ends early, its status says so. */
+        sigemptyset(&ignore.sa_mask);
+        sigaction(SIGPIPE, &ignore, &before);
         write_script(script, panels, panel_count);
         fclose(script);
-    } else {
-        close(ends[1]);
+        sigaction(SIGPIPE, &before, NULL);
     }
-    sigaction(SIGPIPE, &before, NULL);
     if (done)
         done = finish(child, error);
-    return output_file_close(output, path, done, error);
+out:
+    return output_file_close(&output, done, error);
 }

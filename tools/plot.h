@@ -27,7 +27,6 @@ struct plot_panel {
     const char *title, *x_label, *y_label;
     const struct plot_series *series;
     size_t series_count;
-    bool key_below; /* else inside */
 };
 
 /* Quality against ratio: a mark for each policy, those that differ in their parameters alone in one

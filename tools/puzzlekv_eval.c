@@ -9,6 +9,7 @@
 #include "options.h"
 #include "plot.h"
 #include "runner/file_map.h"
+#include "runner/tokenizer.h"
 
 static const char program[] = "puzzlekv-eval";
 
@@ -31,6 +32,7 @@ enum {
     OPTION_RESUME,
     OPTION_CSV,
     OPTION_PLOT,
+    OPTION_ABLATION,
     OPTION_JSON,
     OPTION_COUNT
 };
@@ -43,6 +45,9 @@ enum {
 #define ROW_JSON    {OPTION_JSON, "json", NULL, "print one JSON document"}
 #define ROW_CSV     {OPTION_CSV, "csv", NULL, "print CSV instead of the table"}
 #define ROW_PLOT    {OPTION_PLOT, "plot", "FILE", "draw quality against ratio as SVG, with gnuplot"}
+#define ROW_ABLATION {OPTION_ABLATION, "ablation", "NAME", \
+                      "the policies of one of the paper's ablations, before\n" \
+                      "those of --kv: " ABLATION_NAMES}
 #define ROW_DTYPE_BF16 \
     {OPTION_DTYPE, "dtype", "TYPE", "storage type of the cache: bf16, f16 or f32 (bf16)"}
 #define ROW_DTYPE_F32 \
@@ -78,6 +83,7 @@ static const struct option_row ppl_rows[] = {
     {OPTION_TOKENS, "tokens", "N", "use the first N tokens of the text"},
     {OPTION_PREFILL, "prefill", "N", "tokens of the first step"},
     ROW_KVS,
+    ROW_ABLATION,
     ROW_DTYPE_BF16,
     ROW_THREADS,
     ROW_PLOT,
@@ -88,6 +94,7 @@ static const struct option_row ppl_rows[] = {
 
 static const struct option_row tasks_rows[] = {
     ROW_KVS,
+    ROW_ABLATION,
     {OPTION_METRIC, "metric", "NAME",
      "score: all, the share of the references that the answer\n"
      "contains, or part, whether it has any (all)"},
@@ -98,6 +105,16 @@ static const struct option_row tasks_rows[] = {
     {'o', "output", "FILE", "write each row's predictions, as JSON Lines"},
     {OPTION_RESUME, "resume", NULL, "go on from what --output holds already"},
     ROW_PLOT,
+    ROW_CSV,
+    ROW_JSON,
+    OPTION_ROWS_COMMON,
+};
+
+static const struct option_row ranks_rows[] = {
+    {'f', "file", "FILE", "the text; - is standard input"},
+    {OPTION_TOKENS, "tokens", "N", "use the first N tokens of the text (2048, or what it has)"},
+    {OPTION_PLOT, "plot", "FILE", "draw the result as SVG, with gnuplot"},
+    ROW_THREADS,
     ROW_CSV,
     ROW_JSON,
     OPTION_ROWS_COMMON,
@@ -162,6 +179,14 @@ static const struct command commands[] = {
      {"raw", "puzzle"},
      PKV_BF16,
      eval_ppl},
+    {"ranks",
+     TABLE("puzzlekv-eval ranks MODEL -f FILE [OPTION]...",
+           "Tells how much of the keys and values of a page few directions hold, on a text.",
+           ranks_rows),
+     {'f'},
+     {NULL},
+     PKV_F32,
+     eval_ranks},
     {"tasks",
      TABLE("puzzlekv-eval tasks MODEL FILE [OPTION]...",
            "Answers the rows of FILE, JSON Lines in RULER's format, under each policy.",
@@ -181,7 +206,7 @@ static const struct command commands[] = {
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
-#define COMMAND_NAMES "info, tokenize, logits, ppl, tasks, generate-tasks"
+#define COMMAND_NAMES "info, tokenize, logits, ppl, ranks, tasks, generate-tasks"
 
 static const struct command *find_command(const char *name)
 {
@@ -252,6 +277,9 @@ static bool set_option(struct eval_arguments *a, int id, const char *value, stru
     case OPTION_RESUME:
         a->resume = true;
         return true;
+    case OPTION_ABLATION:
+        a->ablation = value;
+        return ablation_check(value, error);
     case OPTION_PLOT:
         a->plot = value;
         return true;
@@ -279,7 +307,7 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
     *a = (struct eval_arguments){
         .threads = machine_threads(), .dtype = command->default_dtype, .seed = 42, .max_new = 128};
     *wish = WISH_RUN;
-    a->kv = calloc((size_t)argc + 2, sizeof *a->kv);
+    a->kv = calloc((size_t)argc + ABLATION_MOST + 2, sizeof *a->kv);
     if (a->kv == NULL)
         return error_set(error, "out of memory");
     for (;;) {
@@ -309,7 +337,8 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
                                  option->argument);
         }
     }
-    for (size_t i = 0; a->kv_count < 2 && i < 2 && !seen[OPTION_KV]; i++) {
+    for (size_t i = 0; a->kv_count < 2 && i < 2 && !seen[OPTION_KV] && !seen[OPTION_ABLATION];
+         i++) {
         if (command->default_kv[i] != NULL && !add_kv(a, command->default_kv[i], error))
             return false;
     }
@@ -324,12 +353,42 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
     return true;
 }
 
+/* Puts the policies of --ablation, which may depend on the model, before the others. */
+static bool expand_ablation(struct eval_arguments *a, struct error *error)
+{
+    const size_t typed = a->kv_count;
+    struct model *model;
+    size_t count;
+
+    if (a->ablation == NULL)
+        return true;
+    if (!model_open_header(a->model, &model, error))
+        return false;
+    count = ablation_policies(a->ablation, model->head_dim, a->ablation_texts);
+    model_close(model);
+    memmove(a->kv + count, a->kv, typed * sizeof *a->kv);
+    a->kv_count = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (!add_kv(a, a->ablation_texts[i], error))
+            return false;
+    }
+    a->kv_count += typed;
+    return true;
+}
+
+static bool takes_kv(const struct command *command)
+{
+    for (size_t i = 0; i < command->table.count; i++) {
+        if (command->table.rows[i].id == OPTION_KV)
+            return true;
+    }
+    return false;
+}
+
 static bool print_help(const struct command *command, struct error *error)
 {
     if (command != NULL)
-        return options_help(&command->table, error) &&
-               (command->run == eval_tokenize || command->run == eval_generate_tasks ||
-                kv_spec_help(error));
+        return options_help(&command->table, error) && (!takes_kv(command) || kv_spec_help(error));
     printf("Usage: puzzlekv-eval COMMAND MODEL [OPTION]...\n"
            "Measures what a policy for the KV cache does to MODEL, a GGUF file or a Hugging Face\n"
            "folder. Commands: " COMMAND_NAMES ".\n");
@@ -360,6 +419,37 @@ bool eval_tokenizer_open(const struct eval_arguments *arguments, struct tokenize
     if (tokenizer_doubt(*tokenizer) != NULL)
         warning_print(program, arguments->model, tokenizer_doubt(*tokenizer));
     return true;
+}
+
+bool eval_read_text(const struct eval_arguments *arguments, const struct model *model,
+                    struct token_list *list, struct error *error)
+{
+    const size_t wanted = arguments->tokens;
+    struct tokenizer *tokenizer = NULL;
+    struct text text = {.data = NULL};
+    bool done = false;
+
+    if (!text_read(arguments->file, &text, error) ||
+        !text_check_utf8(text.name, text.data, text.size, error) ||
+        !eval_tokenizer_open(arguments, &tokenizer, error))
+        goto out;
+    if (tokenizer_wants_bos(tokenizer) && !token_list_append(list, tokenizer_bos(tokenizer), error))
+        goto out;
+    if (!tokenizer_encode(tokenizer, text.data, text.size, true, list, error))
+        goto out;
+    if (list->count < wanted)
+        error_set(error, "%s: has %zu tokens; --tokens asks for %zu", text.name, list->count,
+                  wanted);
+    else if (wanted > model->context_length)
+        error_set(error, "--tokens %zu: the model's context is %zu tokens", wanted,
+                  model->context_length);
+    else
+        done = model_check_ids(model, arguments->model, list->ids,
+                               wanted > 0 ? wanted : list->count, error);
+out:
+    tokenizer_close(tokenizer);
+    free(text.data);
+    return done;
 }
 
 bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,
@@ -462,8 +552,8 @@ int main(int argc, char **argv)
             machine_calm_threads(argv);
             interrupt_catch();
             file_map_guard(program);
-            done =
-                (arguments.plot == NULL || plot_check(&error)) && command->run(&arguments, &error);
+            done = (arguments.plot == NULL || plot_check(&error)) &&
+                   expand_ablation(&arguments, &error) && command->run(&arguments, &error);
             progress_clear();
         }
         if (!done)

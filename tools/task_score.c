@@ -113,6 +113,7 @@ void task_interval(double mean, size_t count, double *low, double *high)
     const double center = scale * (mean + z * z / (2 * n));
     const double half = scale * z * sqrt(mean * (1 - mean) / n + z * z / (4 * n * n));
 
-    *low = fmax(0, center - half);
-    *high = fmin(1, center + half);
+    /* At the ends it is exact, whatever rounding says. */
+    *low = mean > 0 ? fmax(0, center - half) : 0;
+    *high = mean < 1 ? fmin(1, center + half) : 1;
 }
