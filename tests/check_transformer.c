@@ -310,7 +310,7 @@ START_TEST(test_int4_logits)
     const struct transformer_options options = {.threads = 2};
     struct setup s;
 
-    open_setup(&s, folder, NULL, PKV_FACTORS_INT4, PKV_F32, &options);
+    open_setup(&s, folder, NULL, "puzzle-int4", PKV_F32, &options);
     size_t vocabulary = s.model->vocabulary;
     size_t count = (IDS - PROMPT) * vocabulary;
     float *expected = tests_read_f32(tests_path("%s/logits_puzzle_16_14_int4.f32", folder), count);
