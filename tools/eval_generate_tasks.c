@@ -52,7 +52,7 @@ bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *e
     struct task_prompter prompter = {NULL, NULL};
     struct counter opaque = {.prompter = &prompter};
     const struct task_counter counter = {count_tokens, &opaque};
-    struct task_row row = {NULL};
+    struct task_row row = {.input = NULL};
     struct output_file output;
     bool done = false;
 

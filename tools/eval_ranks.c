@@ -360,7 +360,7 @@ static bool draw_plot(const struct eval_arguments *arguments, const struct probe
     static const char *const means[PARTS] = {"K, mean of the heads", NULL, "V, mean of the heads"};
     const struct model *model = probe->store.options.model;
     const struct energies *plotted = &probe->energies[PLOTTED_SIZE];
-    struct lines left = {NULL}, right = {NULL};
+    struct lines left = {.series = NULL}, right = {.series = NULL};
     bool done = false;
 
     if (!open_lines(&left, PAGE_SIZES * PARTS, MOST_RANK, error) ||
