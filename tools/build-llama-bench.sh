@@ -18,10 +18,13 @@ program=$folder/build/bin/llama-bench
 if [ ! -x "$program" ]; then
     {
         pip="python3 -m pip --quiet --disable-pip-version-check --no-cache-dir"
-        $pip install --target "$folder/python" --upgrade cmake ninja
+        [ -x "$folder/python/bin/ninja" ] ||
+            $pip install --target "$folder/python" cmake ninja
         PYTHONPATH=$folder/python PATH=$folder/python/bin:$PATH
         export PYTHONPATH PATH
-        $pip download --no-deps --no-binary=:all: --dest "$folder" "llama-cpp-python==$version"
+        [ -f "$folder/llama_cpp_python-$version.tar.gz" ] ||
+            $pip download --no-deps --no-binary=:all: --dest "$folder" \
+                "llama-cpp-python==$version"
         tar -xzf "$folder/llama_cpp_python-$version.tar.gz" -C "$folder"
         cmake -S "$folder/llama_cpp_python-$version/vendor/llama.cpp" -B "$folder/build" -G Ninja \
             -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \

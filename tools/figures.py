@@ -245,6 +245,9 @@ def main():
             parser.error(f"{group}: unknown group; there are: {', '.join(GROUPS)}")
     if arguments.plot is not None and arguments.groups and "cost" not in arguments.groups:
         parser.error("--plot: draws the figures of cost")
+    if os.getloadavg()[0] > 0.5:
+        print(f"figures.py: the load average is {os.getloadavg()[0]:.1f}: what else runs slows all "
+              "of this, and llama.cpp, whose threads spin, the most", file=sys.stderr)
     figures = Figures(arguments)
     try:
         for group in GROUPS:
