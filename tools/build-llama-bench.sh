@@ -23,7 +23,7 @@ if [ ! -x "$program" ]; then
         PYTHONPATH=$folder/python PATH=$folder/python/bin:$PATH
         export PYTHONPATH PATH
         [ -f "$folder/llama_cpp_python-$version.tar.gz" ] ||
-            $pip download --no-deps --no-binary=:all: --dest "$folder" \
+            $pip download --no-deps --no-binary=llama-cpp-python --dest "$folder" \
                 "llama-cpp-python==$version"
         tar -xzf "$folder/llama_cpp_python-$version.tar.gz" -C "$folder"
         cmake -S "$folder/llama_cpp_python-$version/vendor/llama.cpp" -B "$folder/build" -G Ninja \
