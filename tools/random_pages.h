@@ -24,7 +24,7 @@ void random_normals(uint64_t *state, float *x, size_t count);
  * their sum, are
  *     0.73 for keys, 0.37 for values, then what is left, falling as exp(-0.19 i) and exp(-0.16 i).
  * That is the median over 36 real pages each of SmolLM2-135M-Instruct (the library's test data),
- * share by share within a third but for the last two. The same seed gives the same numbers for any
+ * share by share within 36 % but for the last two. The same seed gives the same numbers for any
  * number of threads.
  */
 bool random_pages(uint64_t seed, size_t blocks, size_t heads, size_t dim, unsigned threads,
