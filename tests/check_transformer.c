@@ -100,7 +100,7 @@ static double difference(const float *a, const float *b, size_t n)
 
 static void check_raw_logits(const char *folder, const char *path, const char *kv)
 {
-    const struct transformer_options options = {.threads = 2};
+    const struct transformer_options options = {.threads = 2, .exact = true};
     struct setup s;
 
     open_setup(&s, folder, path, kv, PKV_F32, &options);
@@ -135,11 +135,45 @@ START_TEST(test_variant_logits)
 }
 END_TEST
 
+/* In Q8_0, with scales that are powers of two, and so exact in f16. */
+static void quantise_matrix(struct gguf_writer *writer, const char *name, const struct weight *w)
+{
+    float *row = tests_allocate(w->columns, sizeof *row);
+    struct bytes blocks = {0};
+
+    for (size_t j = 0; j < w->rows; j++) {
+        quant_info(w->type)->dequantise((const char *)w->data + j * w->row_bytes, w->columns, row);
+        for (const float *x = row; x < row + w->columns; x += 32) {
+            float largest = 0;
+            int exponent;
+
+            for (size_t i = 0; i < 32; i++)
+                largest = fmaxf(largest, fabsf(x[i]));
+            frexpf(largest / 127, &exponent);
+            exponent = exponent < -14 ? -14 : exponent;
+
+            const uint16_t scale = (uint16_t)((exponent + 15) << 10);
+
+            bytes_append(&blocks, &scale, sizeof scale);
+            for (size_t i = 0; i < 32; i++) {
+                const int8_t code = (int8_t)rintf(ldexpf(x[i], -exponent));
+
+                bytes_append(&blocks, &code, sizeof code);
+            }
+        }
+    }
+    gguf_writer_tensor(writer, name, quant_info(QUANT_Q8_0)->gguf_type, w->columns, w->rows,
+                       blocks.data);
+    bytes_free(&blocks);
+    free(row);
+}
+
 /* A matrix under its GGUF name, with rows from one pair's halves side by side if `head_dim` is not
  * 0: conversion writes Llama's q and k so. */
 static void convert_matrix(struct gguf_writer *writer, const char *name, const struct weight *w,
-                           size_t head_dim)
+                           size_t head_dim, bool quantise)
 {
+    struct weight converted = *w;
     unsigned char *rows = tests_allocate(w->rows, w->row_bytes);
 
     for (size_t row = 0; row < w->rows; row++) {
@@ -153,11 +187,16 @@ static void convert_matrix(struct gguf_writer *writer, const char *name, const s
         memcpy(rows + row * w->row_bytes, (const char *)w->data + from * w->row_bytes,
                w->row_bytes);
     }
-    gguf_writer_tensor(writer, name, quant_info(w->type)->gguf_type, w->columns, w->rows, rows);
+    converted.data = rows;
+    if (quantise)
+        quantise_matrix(writer, name, &converted);
+    else
+        gguf_writer_tensor(writer, name, quant_info(w->type)->gguf_type, w->columns, w->rows, rows);
     free(rows);
 }
 
-static void convert_layer(struct gguf_writer *writer, const struct model *m, size_t index)
+static void convert_layer(struct gguf_writer *writer, const struct model *m, size_t index,
+                          bool quantise)
 {
     const struct model_layer *layer = &m->layers[index];
     const size_t permuted = m->architecture == MODEL_LLAMA ? m->head_dim : 0;
@@ -194,7 +233,7 @@ static void convert_layer(struct gguf_writer *writer, const struct model *m, siz
     }
     for (size_t i = 0; i < sizeof matrices / sizeof matrices[0]; i++) {
         snprintf(name, sizeof name, "blk.%zu.%s.weight", index, matrices[i].name);
-        convert_matrix(writer, name, matrices[i].weight, matrices[i].permuted);
+        convert_matrix(writer, name, matrices[i].weight, matrices[i].permuted, quantise);
     }
 }
 
@@ -216,8 +255,8 @@ static void convert_real(struct gguf_writer *writer, const struct model *m, cons
     gguf_writer_float(writer, name, (float)value);
 }
 
-/* What the usual conversion makes of a folder's model. */
-static void convert_model(const char *folder, const char *path)
+/* What the usual conversion makes of a folder's model, in its own element type or in Q8_0. */
+static void convert_model(const char *folder, const char *path, bool quantise)
 {
     struct gguf_writer writer;
     struct model *m;
@@ -247,12 +286,12 @@ static void convert_model(const char *folder, const char *path)
         gguf_writer_tensor(&writer, "rope_freqs.weight", 0, m->head_dim / 2, 0, factors);
         free(factors);
     }
-    convert_matrix(&writer, "token_embd.weight", &m->token_embedding, 0);
+    convert_matrix(&writer, "token_embd.weight", &m->token_embedding, 0, quantise);
     for (size_t i = 0; i < m->layer_count; i++)
-        convert_layer(&writer, m, i);
+        convert_layer(&writer, m, i, quantise);
     gguf_writer_tensor(&writer, "output_norm.weight", 0, m->hidden, 0, m->output_norm);
     if (!m->tied_output)
-        convert_matrix(&writer, "output.weight", &m->output, 0);
+        convert_matrix(&writer, "output.weight", &m->output, 0, quantise);
     gguf_writer_save(&writer, path);
     gguf_writer_free(&writer);
     model_close(m);
@@ -267,7 +306,7 @@ START_TEST(test_gguf_logits)
     tests_make_folder(folder);
     snprintf(path, sizeof path, "%s/model.gguf", folder);
     for (size_t i = 0; i < sizeof folders / sizeof folders[0]; i++) {
-        convert_model(folders[i], path);
+        convert_model(folders[i], path, false);
         check_raw_logits(folders[i], path, "raw");
     }
     tests_remove_folder(folder);
@@ -277,7 +316,7 @@ END_TEST
 START_TEST(test_puzzle_logits)
 {
     const char *folder = models[_i];
-    const struct transformer_options options = {.threads = 2};
+    const struct transformer_options options = {.threads = 2, .exact = true};
     struct setup s;
 
     open_setup(&s, folder, NULL, "puzzle", PKV_F32, &options);
@@ -357,17 +396,22 @@ START_TEST(test_blocks)
 }
 END_TEST
 
+/* Weights in Q8_0, with activations as they are and rounded. */
 START_TEST(test_threads)
 {
     static const unsigned threads[] = {1, 2, 5};
+    char folder[TESTS_FOLDER_BYTES], path[TESTS_FOLDER_BYTES + 16];
     uint64_t digest, first_digest = 0;
     float *first = NULL;
 
+    tests_make_folder(folder);
+    snprintf(path, sizeof path, "%s/model.gguf", folder);
+    convert_model(models[_i % 2], path, true);
     for (size_t t = 0; t < 3; t++) {
-        const struct transformer_options options = {.threads = threads[t]};
+        const struct transformer_options options = {.threads = threads[t], .exact = _i < 2};
         struct setup s;
 
-        open_setup(&s, models[_i], NULL, "puzzle", PKV_BF16, &options);
+        open_setup(&s, models[_i % 2], path, "puzzle", PKV_BF16, &options);
         feed(&s, s.ids, PROMPT);
         for (size_t i = PROMPT; i < IDS; i++)
             feed(&s, s.ids + i, 1);
@@ -383,6 +427,38 @@ START_TEST(test_threads)
         close_setup(&s);
     }
     free(first);
+    tests_remove_folder(folder);
+}
+END_TEST
+
+/* Unless told not to, activations are rounded, and that moves logits a little. */
+START_TEST(test_rounded_logits)
+{
+    const struct transformer_options exact = {.threads = 2, .exact = true},
+                                     rounded = {.threads = 2};
+    char folder[TESTS_FOLDER_BYTES], path[TESTS_FOLDER_BYTES + 16];
+    struct setup a, b;
+
+    tests_make_folder(folder);
+    snprintf(path, sizeof path, "%s/model.gguf", folder);
+    convert_model(models[_i], path, true);
+    open_setup(&a, models[_i], path, "raw", PKV_F32, &exact);
+    open_setup(&b, models[_i], path, "raw", PKV_F32, &rounded);
+    for (size_t i = 0; i < IDS; i += i == 0 ? PROMPT : 1) {
+        const size_t count = i == 0 ? PROMPT : 1;
+        double largest = 0, moved;
+
+        feed(&a, a.ids + i, count);
+        feed(&b, b.ids + i, count);
+        for (size_t j = 0; j < a.model->vocabulary; j++)
+            largest = fmax(largest, fabs((double)a.logits[j]));
+        moved = difference(a.logits, b.logits, a.model->vocabulary);
+        ck_assert_double_gt(moved, 0);
+        ck_assert_double_le(moved, 0.2 * largest);
+    }
+    close_setup(&a);
+    close_setup(&b);
+    tests_remove_folder(folder);
 }
 END_TEST
 
@@ -513,7 +589,8 @@ int main(void)
     tcase_add_loop_test(tests, test_puzzle_logits, 0, 2);
     tcase_add_loop_test(tests, test_int4_logits, 0, 2);
     tcase_add_loop_test(tests, test_blocks, 0, 2);
-    tcase_add_loop_test(tests, test_threads, 0, 2);
+    tcase_add_loop_test(tests, test_threads, 0, 4);
+    tcase_add_loop_test(tests, test_rounded_logits, 0, 2);
     tcase_add_loop_test(tests, test_interrupt, 0, 2);
     tcase_add_loop_test(tests, test_bad_tokens, 0, 2);
     tcase_add_loop_test(tests, test_shared_step, 0, 2);

@@ -20,6 +20,7 @@ bool generator_open(struct generator *generator, const struct generator_options 
                     struct error *error)
 {
     struct transformer_options transformer = {.threads = options->cache.threads,
+                                              .exact = options->exact,
                                               .layer_done = layer_done,
                                               .opaque = &generator->generation};
 

@@ -455,7 +455,8 @@ out:
 bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,
                            struct transformer **transformer, struct error *error)
 {
-    struct transformer_options options = {.threads = arguments->threads, .layer_done = go_on};
+    struct transformer_options options = {
+        .threads = arguments->threads, .exact = true, .layer_done = go_on};
 
     return machine_isa(&options.isa, error) &&
            transformer_open(model, &options, transformer, error);

@@ -41,7 +41,9 @@ static const struct option_row rows[] = {
     {OPTION_CTX, "ctx", "N",
      "tokens that the cache has room for (what the prompt\nand -n need; with -i the model's "
      "context)"},
-    {OPTION_EXACT, "exact", NULL, "keep activations in f32, as this version always does"},
+    {OPTION_EXACT, "exact", NULL,
+     "keep activations in f32 instead of rounding them to\nbytes where they meet quantised "
+     "weights"},
     {OPTION_TEMP, "temp", "T", "temperature; 0 takes the likeliest token (0)"},
     {OPTION_TOP_K, "top-k", "N", "sample from the N likeliest tokens (0: all)"},
     {OPTION_TOP_P, "top-p", "P", "sample from the fewest tokens with share P (1)"},
@@ -97,6 +99,7 @@ static bool set_option(struct run_arguments *a, int id, const char *value, struc
     case OPTION_CTX:
         return number_size("--ctx", value, 1, INT32_MAX, &a->ctx, error);
     case OPTION_EXACT:
+        a->exact = true;
         return true;
     case OPTION_TEMP:
         if (!number_real("--temp", value, 0, 1000, &real, error))
@@ -292,6 +295,7 @@ static bool open_generator(struct run *run, const struct token_list *prompt, str
         .model = run->model,
         .tokenizer = run->tokenizer,
         .sampling = a->sampling,
+        .exact = a->exact,
         .continues = run->raw,
         .answer = {.stops = a->stops, .stop_count = a->stop_count, .silent = a->json}};
     struct kv_store_options *cache = &options.cache;

@@ -35,6 +35,7 @@ struct run_arguments {
     unsigned threads;
     pkv_dtype dtype;
     size_t ctx; /* 0: the default */
+    bool exact;
     struct sampler_options sampling;
     enum prompt_format format;
     const char *system;

@@ -18,46 +18,91 @@
 
 #include "products_kernels.h"
 
-/* Up to here rows read the packed weights one by one; beyond, expanding a panel pays. */
-#define FEW_ROWS 8
-/* Weight rows that are expanded and handed to BLAS at once. */
-#define PANEL_ROWS 64
+/* Up to here rows read the packed weights one by one; beyond, expanding a panel pays. Panels of
+ * bytes pay earlier. */
+#define FEW_ROWS      8
+#define FEW_BYTE_ROWS 2
 /* Weight rows of one task when there are few rows. */
 #define STRIP_ROWS 16
+/* Weight rows of one task, and of one call of BLAS, when there are more; PRODUCTS_PANEL_ROWS
+ * divides it. */
+#define PANEL_ROWS  64
+#define PANEL_BYTES (PANEL_ROWS * sizeof(float))
+/* Of byte_activations, for each two columns: codes, scales, both sums and biases. */
+#define ROW_BYTES 5
+
+#define BLOCK_TILES (PRODUCTS_BLOCK_ROWS / PRODUCTS_TILE_ROWS)
+
+enum method { DOT, BYTE_DOT, BLAS, BYTE_PANEL, METHODS };
+
+/* A table that grows with the number of columns. */
+struct scratch {
+    unsigned char *data;
+    size_t columns;
+};
 
 struct products {
     unsigned threads;
+    bool exact;
     const struct products_kernels *kernels;
-    float *panels; /* [threads, PANEL_ROWS, panel_columns] */
-    size_t panel_columns;
-    float *sums; /* [FEW_ROWS, 2, sums_columns / 16], of 16 and, half as many, of 32 elements */
-    size_t sums_columns;
+    struct scratch panels; /* [threads, PANEL_BYTES, columns] */
+    struct scratch tiles;  /* [BLOCK_TILES, PRODUCTS_TILE_BYTES, columns] */
+    struct scratch sums;   /* of the rows in `few`: [FEW_ROWS, 2, columns / 16] floats */
+    struct scratch bytes;  /* of those in `few_bytes`: [FEW_ROWS, ROW_BYTES, columns / 2] */
+    struct activations few[FEW_ROWS];
+    struct byte_activations few_bytes[FEW_ROWS];
     void *blas_room; /* held for OpenBLAS until the first product; MAP_FAILED afterwards */
     size_t blas_bytes;
 };
 
-/* The library has already checked that the machine runs what it names. */
-static const struct products_kernels *find_kernels(const char *isa)
+/* What one call multiplies. */
+struct job {
+    const float *x;
+    size_t x_stride, rows;
+    const struct product *list;
+    size_t count;
+};
+
+#ifdef HAVE_AVX512VNNI_KERNELS
+static bool has_vnni(void)
 {
-    static const struct products_kernels *const tables[] = {
+    return __builtin_cpu_supports("avx512vnni") != 0;
+}
+#endif
+
+/* The library has already checked that the machine runs what it names, but for what it has no name
+ * for. */
+const struct products_kernels *products_find_kernels(const char *isa,
+                                                     const struct products_kernels *after)
+{
+    static const struct {
+        const struct products_kernels *kernels;
+        bool (*runs)(void); /* or NULL */
+    } tables[] = {
+#ifdef HAVE_AVX512VNNI_KERNELS
+        {&products_avx512vnni, has_vnni},
+#endif
 #ifdef HAVE_AVX512_KERNELS
-        &products_avx512,
+        {&products_avx512, NULL},
 #endif
 #ifdef HAVE_AVX2_KERNELS
-        &products_avx2,
+        {&products_avx2, NULL},
 #endif
-        &products_generic,
+        {&products_generic, NULL},
     };
+    bool behind = after == NULL;
 
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
-        if (strcmp(tables[i]->name, isa) == 0)
-            return tables[i];
+        if (behind && strcmp(tables[i].kernels->isa, isa) == 0 &&
+            (tables[i].runs == NULL || tables[i].runs()))
+            return tables[i].kernels;
+        behind = behind || tables[i].kernels == after;
     }
-    return &products_generic;
+    return after == NULL ? &products_generic : NULL;
 }
 
-bool products_open(unsigned threads, const char *isa, struct products **products,
-                   struct error *error)
+bool products_open(unsigned threads, const struct products_kernels *kernels, bool exact,
+                   struct products **products, struct error *error)
 {
     struct products *p = calloc(1, sizeof *p);
 
@@ -65,7 +110,8 @@ bool products_open(unsigned threads, const char *isa, struct products **products
     if (p == NULL)
         return error_set(error, "matrix products: out of memory");
     p->threads = threads;
-    p->kernels = find_kernels(isa);
+    p->kernels = kernels;
+    p->exact = exact;
     p->blas_bytes = threads * PRODUCTS_BLAS_BYTES;
     p->blas_room =
         mmap(NULL, p->blas_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -92,8 +138,10 @@ void products_close(struct products *products)
     if (products == NULL)
         return;
     give_room_to_blas(products);
-    free(products->panels);
-    free(products->sums);
+    free(products->panels.data);
+    free(products->tiles.data);
+    free(products->sums.data);
+    free(products->bytes.data);
     free(products);
 }
 
@@ -102,152 +150,211 @@ void products_swiglu(const struct products *products, float *gate, const float *
     products->kernels->swiglu(gate, up, n);
 }
 
-static bool resize(void *pointer, size_t count, size_t size)
+static bool reserve(struct scratch *scratch, size_t columns, size_t bytes_per_column)
 {
-    void **slot = pointer;
     size_t bytes;
 
-    free(*slot);
-    *slot = NULL;
-    if (__builtin_mul_overflow(count, size, &bytes) || bytes > SIZE_MAX - 64)
+    if (columns <= scratch->columns)
+        return true;
+    free(scratch->data);
+    *scratch = (struct scratch){0};
+    if (__builtin_mul_overflow(columns, bytes_per_column, &bytes) || bytes > SIZE_MAX - 64)
         return false;
-    *slot = aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
-    return *slot != NULL;
+    scratch->data = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (scratch->data == NULL)
+        return false;
+    scratch->columns = columns;
+    return true;
 }
 
-static bool prepare(struct products *p, const float *x, size_t x_stride, size_t rows,
-                    size_t columns, struct activations *out)
+static enum method choose(const struct products *p, const struct product *product, size_t rows)
 {
-    size_t count = columns / 16;
+    const enum quant_type type = product->weight->type;
 
-    if (columns > p->sums_columns) {
-        p->sums_columns = 0;
-        if (!resize(&p->sums, count, 2 * FEW_ROWS * sizeof *p->sums))
-            return false;
-        p->sums_columns = columns;
-    }
-    for (size_t r = 0; r < rows; r++) {
-        float *sums_16 = p->sums + 2 * r * count, *sums_32 = sums_16 + count;
+    if (!p->exact && p->kernels->panel[type] != NULL && rows > FEW_BYTE_ROWS)
+        return BYTE_PANEL;
+    if (rows > FEW_ROWS)
+        return BLAS;
+    return p->exact || p->kernels->byte_dot[type] == NULL ? DOT : BYTE_DOT;
+}
 
-        out[r] = (struct activations){x + r * x_stride, sums_16, sums_32};
+static void prepare_few(struct products *p, const struct job *job, size_t columns)
+{
+    const size_t count = columns / 16;
+
+    for (size_t r = 0; r < job->rows; r++) {
+        const float *x = job->x + r * job->x_stride;
+        float *sums_16 = (float *)p->sums.data + 2 * r * count, *sums_32 = sums_16 + count;
+
+        p->few[r] = (struct activations){x, sums_16, sums_32};
         for (size_t b = 0; b < count; b++) {
             sums_16[b] = 0;
             for (size_t i = 0; i < 16; i++)
-                sums_16[b] += out[r].x[16 * b + i];
+                sums_16[b] += x[16 * b + i];
         }
         for (size_t b = 0; b < count / 2; b++)
             sums_32[b] = sums_16[2 * b] + sums_16[2 * b + 1];
     }
-    return true;
 }
 
-/* A task is a strip of some weight rows of one matrix: which matrix, and its first row. */
-static const struct product *find_task(const struct product *list, size_t task, size_t task_rows,
-                                       size_t *first)
+static void prepare_few_bytes(struct products *p, const struct job *job, size_t columns)
 {
-    for (;; list++) {
-        size_t tasks = (list->weight->rows + task_rows - 1) / task_rows;
+    for (size_t r = 0; r < job->rows; r++) {
+        struct byte_activations *row = &p->few_bytes[r];
 
-        if (task < tasks) {
-            *first = task * task_rows;
-            return list;
-        }
-        task -= tasks;
+        row->codes = (int8_t *)p->bytes.data + r * (columns / 2) * ROW_BYTES;
+        row->scales = (float *)(row->codes + columns);
+        row->sums_16 = row->scales + columns / 32;
+        row->sums_32 = row->sums_16 + columns / 16;
+        row->biases = (int32_t *)(row->sums_32 + columns / 32);
+        p->kernels->round_row(job->x + r * job->x_stride, columns, row);
     }
 }
 
-static size_t count_tasks(const struct product *list, size_t count, size_t task_rows)
+static void prepare_tiles(struct products *p, const struct job *job, size_t columns)
 {
-    size_t tasks = 0;
+    const size_t tiles = (job->rows + PRODUCTS_TILE_ROWS - 1) / PRODUCTS_TILE_ROWS;
 
-    for (size_t i = 0; i < count; i++)
-        tasks += (list[i].weight->rows + task_rows - 1) / task_rows;
-    return tasks;
+#pragma omp parallel for num_threads(p->threads) schedule(static) if (tiles > 1)
+    for (size_t i = 0; i < tiles; i++) {
+        const size_t first = i * PRODUCTS_TILE_ROWS;
+        const size_t rows =
+            job->rows - first < PRODUCTS_TILE_ROWS ? job->rows - first : PRODUCTS_TILE_ROWS;
+
+        p->kernels->round_tile(job->x + first * job->x_stride, job->x_stride, rows, columns,
+                               p->tiles.data + i * PRODUCTS_TILE_BYTES * columns);
+    }
 }
 
-static size_t task_end(const struct weight *w, size_t first, size_t task_rows)
+static bool prepare(struct products *p, const struct job *job)
 {
-    return w->rows - first < task_rows ? w->rows : first + task_rows;
+    const size_t columns = job->list[0].weight->columns;
+    bool used[METHODS] = {false};
+
+    for (size_t i = 0; i < job->count; i++)
+        used[choose(p, &job->list[i], job->rows)] = true;
+    if (used[BLAS] && columns > INT_MAX)
+        return false;
+    if ((used[BLAS] || used[BYTE_PANEL]) && !reserve(&p->panels, columns, p->threads * PANEL_BYTES))
+        return false;
+    if (used[DOT]) {
+        if (!reserve(&p->sums, columns, FEW_ROWS * 2 * sizeof(float) / 16))
+            return false;
+        prepare_few(p, job, columns);
+    }
+    if (used[BYTE_DOT]) {
+        if (!reserve(&p->bytes, columns, FEW_ROWS * ROW_BYTES / 2))
+            return false;
+        prepare_few_bytes(p, job, columns);
+    }
+    if (used[BYTE_PANEL]) {
+        if (!reserve(&p->tiles, columns, BLOCK_TILES * PRODUCTS_TILE_BYTES))
+            return false;
+        prepare_tiles(p, job, columns);
+    }
+    return true;
 }
 
-static void multiply_few(const struct products *p, const struct activations *rows, size_t n_rows,
-                         const struct product *list, size_t count)
+static void multiply_few(const struct products *p, const struct job *job,
+                         const struct product *product, bool bytes, size_t first, size_t end)
 {
-    size_t tasks = count_tasks(list, count, STRIP_ROWS);
+    const struct weight *w = product->weight;
 
-#pragma omp parallel for num_threads(p->threads) schedule(static) if (tasks > 1)
-    for (size_t task = 0; task < tasks; task++) {
-        size_t first;
-        const struct product *product = find_task(list, task, STRIP_ROWS, &first);
-        const struct weight *w = product->weight;
-        products_dot *dot = p->kernels->dot[w->type];
+    for (size_t j = first; j < end; j++) {
+        const void *row = (const char *)w->data + j * w->row_bytes;
 
-        for (size_t j = first; j < task_end(w, first, STRIP_ROWS); j++) {
-            const void *row = (const char *)w->data + j * w->row_bytes;
+        for (size_t r = 0; r < job->rows; r++) {
+            float *y = product->y + r * product->y_stride + j;
+            float value = bytes ? p->kernels->byte_dot[w->type](row, &p->few_bytes[r], w->columns)
+                                : p->kernels->dot[w->type](row, &p->few[r], w->columns);
 
-            for (size_t r = 0; r < n_rows; r++) {
-                float *y = product->y + r * product->y_stride + j;
-                float value = dot(row, &rows[r], w->columns);
-
-                *y = product->add ? *y + value : value;
-            }
+            *y = product->add ? *y + value : value;
         }
     }
 }
 
 /* BLAS runs on one thread here (the programs see to that), so parallel calls do not meet. */
-static void multiply_panels(const struct products *p, const float *x, size_t x_stride, size_t rows,
-                            const struct product *list, size_t count)
+static void multiply_blas(const struct products *p, const struct job *job,
+                          const struct product *product, size_t first, size_t end, float *panel)
 {
-    size_t tasks = count_tasks(list, count, PANEL_ROWS);
+    const struct weight *w = product->weight;
 
-#pragma omp parallel for num_threads(p->threads) schedule(dynamic)
-    for (size_t task = 0; task < tasks; task++) {
-        size_t first;
-        const struct product *product = find_task(list, task, PANEL_ROWS, &first);
-        const struct weight *w = product->weight;
-        size_t end = task_end(w, first, PANEL_ROWS);
-        size_t thread = 0;
-#ifdef _OPENMP
-        thread = (size_t)omp_get_thread_num();
-#endif
-        quant_dequantise *dequantise = p->kernels->dequantise[w->type];
-        float *panel = p->panels + thread * PANEL_ROWS * p->panel_columns;
+    for (size_t j = first; j < end; j++)
+        p->kernels->dequantise[w->type]((const char *)w->data + j * w->row_bytes, w->columns,
+                                        panel + (j - first) * w->columns);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)job->rows, (int)(end - first),
+                (int)w->columns, 1, job->x, (int)job->x_stride, panel, (int)w->columns,
+                product->add ? 1 : 0, product->y + first, (int)product->y_stride);
+}
 
-        for (size_t j = first; j < end; j++)
-            dequantise((const char *)w->data + j * w->row_bytes, w->columns,
-                       panel + (j - first) * w->columns);
-        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)rows, (int)(end - first),
-                    (int)w->columns, 1, x, (int)x_stride, panel, (int)w->columns,
-                    product->add ? 1 : 0, product->y + first, (int)product->y_stride);
+static void multiply_bytes(const struct products *p, const struct job *job,
+                           const struct product *product, size_t first, size_t end,
+                           unsigned char *panel)
+{
+    const struct weight *w = product->weight;
+
+    for (size_t j = first; j < end; j += PRODUCTS_PANEL_ROWS) {
+        const size_t weight_rows = end - j < PRODUCTS_PANEL_ROWS ? end - j : PRODUCTS_PANEL_ROWS;
+
+        p->kernels->panel[w->type]((const char *)w->data + j * w->row_bytes, w->row_bytes,
+                                   weight_rows, w->columns, p->tiles.data, job->rows, panel,
+                                   product->y + j, product->y_stride, product->add);
     }
+}
+
+/* A task is a strip of some weight rows of one matrix. */
+static size_t task_rows(enum method method)
+{
+    return method == DOT || method == BYTE_DOT ? STRIP_ROWS : PANEL_ROWS;
+}
+
+static size_t count_tasks(const struct products *p, const struct job *job,
+                          const struct product *product)
+{
+    const size_t rows = task_rows(choose(p, product, job->rows));
+
+    return (product->weight->rows + rows - 1) / rows;
+}
+
+static void run_task(const struct products *p, const struct job *job, size_t task)
+{
+    const struct product *product = job->list;
+    size_t thread = 0;
+
+    for (size_t tasks; task >= (tasks = count_tasks(p, job, product)); product++)
+        task -= tasks;
+
+    const enum method method = choose(p, product, job->rows);
+    const size_t first = task * task_rows(method), rest = product->weight->rows - first;
+    const size_t end = first + (rest < task_rows(method) ? rest : task_rows(method));
+
+#ifdef _OPENMP
+    thread = (size_t)omp_get_thread_num();
+#endif
+    unsigned char *panel = p->panels.data + thread * PANEL_BYTES * p->panels.columns;
+
+    if (method == BYTE_PANEL)
+        multiply_bytes(p, job, product, first, end, panel);
+    else if (method == BLAS)
+        multiply_blas(p, job, product, first, end, (float *)panel);
+    else
+        multiply_few(p, job, product, method == BYTE_DOT, first, end);
 }
 
 bool products_multiply(struct products *products, const float *x, size_t x_stride, size_t rows,
                        const struct product *list, size_t count, struct error *error)
 {
-    size_t columns = list[0].weight->columns;
+    const struct job job = {x, x_stride, rows, list, count};
+    size_t tasks = 0;
 
-    if (rows <= FEW_ROWS) {
-        struct activations prepared[FEW_ROWS];
-
-        if (!prepare(products, x, x_stride, rows, columns, prepared))
-            return error_set(error, "matrix products: out of memory for %zu columns", columns);
-        give_room_to_blas(products);
-        multiply_few(products, prepared, rows, list, count);
-        return true;
-    }
-    if (columns > products->panel_columns) {
-        size_t panel;
-
-        products->panel_columns = 0;
-        if (columns > INT_MAX ||
-            __builtin_mul_overflow((size_t)products->threads * PANEL_ROWS, columns, &panel) ||
-            !resize(&products->panels, panel, sizeof *products->panels))
-            return error_set(error, "matrix products: out of memory for %zu columns", columns);
-        products->panel_columns = columns;
-    }
+    if (!prepare(products, &job))
+        return error_set(error, "matrix products: out of memory for %zu columns",
+                         list[0].weight->columns);
     give_room_to_blas(products);
-    multiply_panels(products, x, x_stride, rows, list, count);
+    for (size_t i = 0; i < count; i++)
+        tasks += count_tasks(products, &job, &list[i]);
+#pragma omp parallel for num_threads(products->threads) schedule(dynamic) if (tasks > 1)
+    for (size_t task = 0; task < tasks; task++)
+        run_task(products, &job, task);
     return true;
 }

@@ -29,11 +29,19 @@ struct product {
 /* One calling thread at a time; the products themselves use `threads` threads. */
 struct products;
 
+/* Inner loops of one instruction set. */
+struct products_kernels;
+
+/* `isa` is what pkv_cache_isa() says. Where this machine offers several tables for it: the fastest,
+ * or with `after` the next slower one, NULL when that was the last. An instruction set for which
+ * there are none here means the generic one. */
+const struct products_kernels *products_find_kernels(const char *isa,
+                                                     const struct products_kernels *after);
+
 /* Holds the address space that BLAS will take until the first product, and fails if there is too
- * little. `threads` >= 1. `isa` is what pkv_cache_isa() says; an instruction set for which there are no
- * loops here means the generic ones. */
-bool products_open(unsigned threads, const char *isa, struct products **products,
-                   struct error *error);
+ * little. `threads` >= 1. */
+bool products_open(unsigned threads, const struct products_kernels *kernels, bool exact,
+                   struct products **products, struct error *error);
 
 /* Accepts NULL. */
 void products_close(struct products *products);
@@ -41,8 +49,9 @@ void products_close(struct products *products);
 /*
  * Multiplies the same `rows` (<= PRODUCTS_BLOCK_ROWS) rows x[rows, columns], x_stride apart, with
  * `count` matrices of equal `columns`. Few rows read the weights as they are; more rows go through
- * panels of them expanded to f32, and BLAS; activations stay f32. The result does not depend on the
- * number of threads.
+ * panels of them, expanded to f32 for BLAS or to bytes. Unless `exact`, activations that meet
+ * packed weights may be rounded to bytes, in blocks of 32 by at most 1/254 of the block's largest
+ * magnitude; sums over a block are exact then. The result does not depend on the number of threads.
  */
 bool products_multiply(struct products *products, const float *x, size_t x_stride, size_t rows,
                        const struct product *list, size_t count, struct error *error);

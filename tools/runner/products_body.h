@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* The inner loops of products.c, compiled once per instruction set. The including file defines
- * PRODUCTS_TABLE and PRODUCTS_NAME. Vectors are as wide as the instruction set's registers, 8 lanes
- * at least; the compiler splits what is wider than a register. */
+ * PRODUCTS_TABLE, PRODUCTS_NAME and PRODUCTS_ISA. Vectors are as wide as the instruction set's
+ * registers, 8 lanes at least; the compiler splits what is wider than a register. */
 #include "products_kernels.h"
 #include "quant_blocks.h"
 
@@ -184,6 +184,11 @@ packed_dot(const unsigned char *block, const struct activations *a, size_t colum
     }
 QUANT_PACKED_TYPES(PACKED_DOT)
 
+#include "products_bytes.h"
+#ifdef __AVX512VNNI__
+#include "products_panels.h"
+#endif
+
 /* exp by 2^k * 2^f with |f| <= 1/2 and a polynomial of degree 6: relative error under 1e-7. */
 static inline vector_f32 exp_f32(vector_f32 x)
 {
@@ -241,7 +246,14 @@ static void swiglu(float *gate, const float *up, size_t n)
 
 const struct products_kernels PRODUCTS_TABLE = {
     .name = PRODUCTS_NAME,
+    .isa = PRODUCTS_ISA,
     .dot = {DOT_ENTRIES},
     .dequantise = {QUANT_DEQUANTISE_ENTRIES},
+    .byte_dot = {QUANT_PACKED_TYPES(BYTE_DOT_ENTRY)},
+    .round_row = round_row,
+#ifdef __AVX512VNNI__
+    .panel = {QUANT_PACKED_TYPES(PANEL_ENTRY)},
+    .round_tile = round_tile,
+#endif
     .swiglu = swiglu,
 };

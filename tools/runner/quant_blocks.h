@@ -48,6 +48,17 @@ static inline uint32_t quant_u32(const unsigned char *p)
     return v;
 }
 
+/* At once where it can be, or the processor would wait to load them as one. */
+static inline void quant_store_halves(quant_half low, quant_half high, void *codes)
+{
+#ifdef __AVX2__
+    _mm256_storeu_si256((__m256i *)codes, _mm256_set_m128i((__m128i)high, (__m128i)low));
+#else
+    memcpy(codes, &low, sizeof low);
+    memcpy((char *)codes + sizeof low, &high, sizeof high);
+#endif
+}
+
 /* The low nibbles of 16 bytes are elements 0 to 15, the high ones 16 to 31; fifth bits are added
  * and `offset` is subtracted. */
 static inline void quant_nibbles(const unsigned char *nibbles, quant_half low_fifth,
@@ -58,8 +69,7 @@ static inline void quant_nibbles(const unsigned char *nibbles, quant_half low_fi
     memcpy(&bytes, nibbles, sizeof bytes);
     low = ((bytes & 15) | low_fifth) - offset;
     high = ((bytes >> 4) | high_fifth) - offset;
-    memcpy(codes, &low, sizeof low);
-    memcpy((char *)codes + sizeof low, &high, sizeof high);
+    quant_store_halves(low, high, codes);
 }
 
 static inline void quant_four_bits(const unsigned char *nibbles, unsigned char offset, void *codes)
@@ -106,8 +116,7 @@ static inline void quant_levels(const unsigned char *nibbles, int8_t *codes)
     __m128i low = _mm_shuffle_epi8(table, _mm_and_si128(bytes, mask));
     __m128i high = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
 
-    _mm_storeu_si128((__m128i *)codes, low);
-    _mm_storeu_si128((__m128i *)(codes + 16), high);
+    quant_store_halves((quant_half)low, (quant_half)high, codes);
 #else
     for (size_t i = 0; i < 16; i++) {
         codes[i] = levels[nibbles[i] & 15];
@@ -174,7 +183,11 @@ static inline void quant_unpack_q5_1(const unsigned char *block, struct quant_bl
 static inline void quant_unpack_q8_0(const unsigned char *block, struct quant_block *out)
 {
     out->scales[0] = quant_f16(block);
-    memcpy(out->codes, block + 2, 32);
+    quant_half low, high;
+
+    memcpy(&low, block + 2, sizeof low);
+    memcpy(&high, block + 18, sizeof high);
+    quant_store_halves(low, high, out->codes);
 }
 
 /* f16 d, levels */

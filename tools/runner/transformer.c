@@ -80,7 +80,8 @@ bool transformer_open(const struct model *model, const struct transformer_option
         return error_set(error, "out of memory for the transformer");
     t->model = model;
     t->options = *options;
-    if (!products_open(options->threads, options->isa, &t->products, error))
+    if (!products_open(options->threads, products_find_kernels(options->isa, NULL), options->exact,
+                       &t->products, error))
         goto fail;
     if (!allocate(&t->normed, BLOCK, model->hidden) ||
         !allocate(&t->gate, BLOCK, model->intermediate) ||

@@ -14,6 +14,7 @@
 struct transformer_options {
     unsigned threads; /* >= 1 */
     const char *isa;  /* of the matrix products: what machine_isa() says */
+    bool exact;       /* activations stay f32, see products_multiply() */
     /* NULL, or called after each layer of a step with the number of layers done; when it returns
      * false the step is aborted and transformer_step fails with the text "interrupted". */
     bool (*layer_done)(void *opaque, size_t done, size_t layers);
