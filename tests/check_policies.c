@@ -31,6 +31,8 @@ static const char *const specs[] = {
     "int3:page=8,sink=2,window=0",
     "global-svd:page=8",
     "global-svd:page=8,ratio=0.3,sink=0,window=3",
+    "h2o",
+    "h2o:heavy=0.1,recent=0.8",
     "streaming",
     "streaming:sink=2,recent=9",
     "kivi:group=8,residual=16",
@@ -473,6 +475,11 @@ START_TEST(test_bytes_by_hand)
         /* No region; a region of 8 tokens that has no more than rank 8. */
         {"global-svd:page=8,ratio=1", 23, 60, 60 * token},
         {"global-svd:page=8,ratio=1", 31, 31, 2 * 8 * (8 + DIM) * 2 + 23 * token},
+        /* 0.3 101 = 30.3. */
+        {"h2o", 101, 140, 60 * (token + 4)},
+        {"h2o:heavy=0,recent=0.01", 20, 30, token + 4},
+        {"h2o:heavy=1,recent=0.5", 20, 29, 29 * (token + 4)},
+        {"h2o:heavy=1,recent=0.5", 20, 50, 30 * (token + 4)},
         {"streaming", 101, 140, 61 * token},
         {"streaming:sink=3,recent=20", 10, 15, 15 * token},
         {"streaming:sink=3,recent=20", 10, 90, 23 * token},
@@ -753,19 +760,13 @@ START_TEST(test_rope_pre)
 }
 END_TEST
 
-/* The positions that a store retains: "0-3 7 9". */
-static const char *retained(const struct setup *s)
+/* The positions that a head of a store retains: "0-3 7 9". */
+static const char *retained_by(const struct setup *s, size_t layer, size_t kv_head)
 {
     static char text[256];
-    size_t positions[MAX_TOKENS], other[MAX_TOKENS], length = 0;
-    size_t count = kv_store_retained(s->store, 0, 0, positions);
+    size_t positions[MAX_TOKENS], length = 0;
+    size_t count = kv_store_retained(s->store, layer, kv_head, positions);
 
-    for (size_t l = 0; l < LAYERS; l++) {
-        for (size_t h = 0; h < KV_HEADS; h++) {
-            ck_assert_uint_eq(kv_store_retained(s->store, l, h, other), count);
-            ck_assert_mem_eq(other, positions, count * sizeof *other);
-        }
-    }
     text[0] = '\0';
     for (size_t i = 0, last; i < count; i = last + 1) {
         for (last = i; last + 1 < count && positions[last + 1] == positions[last] + 1; last++) {
@@ -777,6 +778,21 @@ static const char *retained(const struct setup *s)
                 (size_t)snprintf(text + length, sizeof text - length, "-%zu", positions[last]);
     }
     return text;
+}
+
+/* The same, where all heads retain the same. */
+static const char *retained(const struct setup *s)
+{
+    size_t positions[MAX_TOKENS], other[MAX_TOKENS];
+    size_t count = kv_store_retained(s->store, 0, 0, positions);
+
+    for (size_t l = 0; l < LAYERS; l++) {
+        for (size_t h = 0; h < KV_HEADS; h++) {
+            ck_assert_uint_eq(kv_store_retained(s->store, l, h, other), count);
+            ck_assert_mem_eq(other, positions, count * sizeof *other);
+        }
+    }
+    return retained_by(s, 0, 0);
 }
 
 START_TEST(test_streaming_retains)
@@ -846,6 +862,168 @@ START_TEST(test_streaming_positions)
             }
         }
     }
+    close_setup(&s);
+}
+END_TEST
+
+/* Attention that can be told by hand: token t has the key e_t, and the query of query head g at
+ * position t is a large multiple of e_target: all of its attention goes to that token. Layer 1 has
+ * the KV heads of layer 0 the other way round. */
+#define TARGETS DIM /* tokens */
+static void set_targets(struct setup *s, const unsigned char targets[QUERY_HEADS][TARGETS])
+{
+    for (size_t l = 0; l < LAYERS; l++) {
+        float *q = s->sequence.q[l], *k = s->sequence.k[l];
+
+        memset(q, 0, TARGETS * QUERY_HEADS * DIM * sizeof *q);
+        memset(k, 0, TARGETS * KV_HEADS * DIM * sizeof *k);
+        for (size_t t = 0; t < TARGETS; t++) {
+            for (size_t h = 0; h < KV_HEADS; h++)
+                k[(t * KV_HEADS + h) * DIM + t] = 1;
+            for (size_t g = 0; g < QUERY_HEADS; g++) {
+                size_t from = (g + l * GROUP) % QUERY_HEADS;
+
+                q[(t * QUERY_HEADS + g) * DIM + targets[from][t]] = 1000;
+            }
+        }
+    }
+}
+
+static void check_retained(const struct setup *s, const char *first, const char *second)
+{
+    for (size_t l = 0; l < LAYERS; l++) {
+        for (size_t h = 0; h < KV_HEADS; h++)
+            ck_assert_str_eq(retained_by(s, l, h), h == l ? first : second);
+    }
+}
+
+/* Masses after the prompt of 10 tokens, of which 3 and 3 are kept:
+ * first KV head: 0: 2, 1: 4, 2: 4, 4: 5, 6: 2, 8: 2, 9: 1; second: 0: 11, others: 1.
+ * Of the query heads of the first alone, one would keep 0, 1 and 4, the other 0, 2 and 6. */
+START_TEST(test_h2o_retains)
+{
+    static const unsigned char targets[QUERY_HEADS][TARGETS] = {
+        {0, 1, 1, 1, 4, 4, 4, 4, 8, 4, 8, 9, 9, 10, 11, 11},
+        {0, 1, 2, 2, 2, 2, 6, 6, 8, 9, 9, 9, 1, 10, 11, 11},
+        {0},
+        {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    };
+    struct setup s;
+    struct error error;
+
+    open_setup(&s, "h2o", PKV_BF16, 1);
+    set_targets(&s, targets);
+    feed(&s, 10);
+    check_retained(&s, "1-2 4 7-9", "0 5-9");
+    decode(&s, 11); /* 7 has 0 */
+    check_retained(&s, "1-2 4 8-10", "0 6-10");
+    open_step(&s, LAYERS, 1, true);
+    kv_store_abort(s.store);
+    decode(&s, 12); /* 8 has 3 */
+    check_retained(&s, "1-2 4 9-11", "0 7-11");
+    decode(&s, 13); /* 1, 4 and 9 have 5, 2 has 4 */
+    check_retained(&s, "1 4 9-12", "0 8-12");
+    decode(&s, 14); /* 10 has 2 */
+    check_retained(&s, "1 4 9 11-13", "0 9-13");
+    feed(&s, 2); /* 11 has 4, 12 has 0 */
+    check_retained(&s, "1 4 9 13-15", "0 11-15");
+    ck_assert(kv_store_rewind(s.store, 15, &error));
+    check_retained(&s, "", "");
+    close_setup(&s);
+}
+END_TEST
+
+/* Attended are what is retained and the new tokens. */
+static void check_kept_attended(struct setup *s, const struct expected *e, size_t tokens)
+{
+    size_t positions[LAYERS][KV_HEADS][MAX_TOKENS], counts[LAYERS][KV_HEADS];
+
+    for (size_t token = kv_store_tokens(s->store); token < tokens; token++) {
+        for (size_t i = 0; i < LAYERS * KV_HEADS; i++)
+            counts[i / KV_HEADS][i % KV_HEADS] = kv_store_retained(
+                s->store, i / KV_HEADS, i % KV_HEADS, positions[i / KV_HEADS][i % KV_HEADS]);
+        decode(s, token + 1);
+        for (size_t i = 0; i < LAYERS * QUERY_HEADS; i++) {
+            size_t l = i / QUERY_HEADS, g = i % QUERY_HEADS, h = g / GROUP;
+            size_t rows = counts[l][h] + 1, first = (token * QUERY_HEADS + g) * DIM;
+            float k[MAX_TOKENS * DIM], v[MAX_TOKENS * DIM];
+            double out[DIM];
+
+            positions[l][h][rows - 1] = token;
+            for (size_t j = 0; j < rows; j++) {
+                memcpy(k + j * DIM, e->k[l][h] + positions[l][h][j] * DIM, DIM * sizeof *k);
+                memcpy(v + j * DIM, e->v[l][h] + positions[l][h][j] * DIM, DIM * sizeof *v);
+            }
+            attend_naively(s->sequence.q[l] + first, QUERY_HEADS * DIM, 1, k, v, rows, out, NULL);
+            for (size_t c = 0; c < DIM; c++)
+                ck_assert_double_eq_tol(s->out[l][first + c], out[c], TOLERANCE);
+        }
+    }
+}
+
+START_TEST(test_kept_tokens_are_attended)
+{
+    static const char *const names[] = {"h2o:heavy=0.2"};
+    struct setup s;
+
+    open_setup(&s, names[_i], PKV_BF16, 2);
+    struct expected *e = expect_dense(&s, PKV_BF16);
+
+    feed_as(&s, 90, _i % 2 == 0);
+    check_kept_attended(&s, e, 130);
+    free(e);
+    close_setup(&s);
+}
+END_TEST
+
+/* H2O on one head, from its definition: what is kept of `positions` and how heavy it is. */
+static size_t evict_naively(size_t *positions, double *masses, size_t count, size_t budget,
+                            size_t recent)
+{
+    for (; count > budget; count--) {
+        size_t lightest = 0;
+
+        for (size_t i = 1; i + recent < count; i++)
+            lightest = masses[i] < masses[lightest] ? i : lightest;
+        memmove(positions + lightest, positions + lightest + 1,
+                (count - lightest - 1) * sizeof *positions);
+        memmove(masses + lightest, masses + lightest + 1, (count - lightest - 1) * sizeof *masses);
+    }
+    return count;
+}
+
+/* A prompt of 70 tokens, then single ones, with random attention: 14 heavy and 7 recent. */
+START_TEST(test_h2o_follows_its_definition)
+{
+    struct setup s;
+
+    open_setup(&s, "h2o:heavy=0.2,recent=0.1", PKV_F32, 3);
+    struct expected *e = expect_dense(&s, PKV_F32);
+    size_t positions[LAYERS * KV_HEADS][MAX_TOKENS], counts[LAYERS * KV_HEADS] = {0};
+    double masses[LAYERS * KV_HEADS][MAX_TOKENS] = {{0}};
+
+    for (size_t tokens = 70, count = 70; tokens <= 120; tokens++, count = 1) {
+        feed(&s, count);
+        for (size_t i = 0; i < LAYERS * KV_HEADS; i++) {
+            size_t l = i / KV_HEADS, h = i % KV_HEADS, found[MAX_TOKENS];
+            float k[MAX_TOKENS * DIM];
+            double out[MAX_TOKENS * DIM];
+
+            for (size_t t = tokens - count; t < tokens; t++, counts[i]++) {
+                positions[i][counts[i]] = t;
+                masses[i][counts[i]] = 0;
+            }
+            for (size_t j = 0; j < counts[i]; j++)
+                memcpy(k + j * DIM, e->k[l][h] + positions[i][j] * DIM, DIM * sizeof *k);
+            for (size_t g = h * GROUP; g < (h + 1) * GROUP; g++)
+                attend_naively(s.sequence.q[l] + ((tokens - count) * QUERY_HEADS + g) * DIM,
+                               QUERY_HEADS * DIM, count, k, k, counts[i], out, masses[i]);
+            counts[i] = evict_naively(positions[i], masses[i], counts[i], 21, 7);
+            ck_assert_uint_eq(kv_store_retained(s.store, l, h, found), counts[i]);
+            ck_assert_mem_eq(found, positions[i], counts[i] * sizeof *found);
+        }
+    }
+    free(e);
     close_setup(&s);
 }
 END_TEST
@@ -958,6 +1136,9 @@ int main(void)
     tcase_add_test(tests, test_rope_pre);
     tcase_add_test(tests, test_streaming_retains);
     tcase_add_test(tests, test_streaming_positions);
+    tcase_add_test(tests, test_h2o_retains);
+    tcase_add_test(tests, test_h2o_follows_its_definition);
+    tcase_add_loop_test(tests, test_kept_tokens_are_attended, 0, 1);
     tcase_add_test(tests, test_dense_attention);
     tcase_add_test(tests, test_rounding);
     suite_add_tcase(suite, tests);

@@ -87,38 +87,52 @@ bool dense_rows_append(struct dense_rows *rows, const struct kv_layer *io, size_
     return true;
 }
 
-bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t first,
-                       size_t cached, struct error *error)
+/* masses: NULL, or as dense_rows_attend_masses() has it. */
+static bool attend(const struct dense_rows *rows, const struct kv_layer *io, size_t first,
+                   size_t cached, float *masses, size_t from, struct error *error)
 {
     size_t heads = rows->model->kv_heads;
     struct dense_attention attention = {.model = rows->model,
                                         .threads = rows->threads,
                                         .count = io->count,
                                         .q = io->q,
-                                        .out = io->out};
-    const float **k, **v;
-    size_t *counts;
-    bool done;
+                                        .out = io->out,
+                                        .mass_from = from};
+    const float **k = calloc(heads, sizeof *k);
+    const float **v = calloc(heads, sizeof *v);
+    float **mass = calloc(heads, sizeof *mass);
+    size_t *counts = calloc(heads, sizeof *counts);
+    bool done = k != NULL && v != NULL && mass != NULL && counts != NULL;
 
-    if (io->out == NULL)
-        return true;
-    k = calloc(heads, sizeof *k);
-    v = calloc(heads, sizeof *v);
-    counts = calloc(heads, sizeof *counts);
-    done = k != NULL && v != NULL && counts != NULL;
     if (!done)
         error_set(error, "out of memory for attention");
     for (size_t h = 0; h < heads && done; h++) {
         k[h] = dense_rows_k(rows, io->layer, h) + first * rows->model->head_dim;
         v[h] = dense_rows_v(rows, io->layer, h) + first * rows->model->head_dim;
+        if (masses != NULL)
+            mass[h] = masses + h * rows->capacity;
         counts[h] = cached - first + io->count;
     }
     attention.k = k;
     attention.v = v;
+    attention.mass = masses != NULL ? mass : NULL;
     attention.rows = counts;
     done = done && dense_attention(&attention, error);
     free(counts);
+    free(mass);
     free(v);
     free(k);
     return done;
+}
+
+bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t first,
+                       size_t cached, struct error *error)
+{
+    return io->out == NULL || attend(rows, io, first, cached, NULL, 0, error);
+}
+
+bool dense_rows_attend_masses(const struct dense_rows *rows, const struct kv_layer *io,
+                              size_t cached, float *masses, size_t from, struct error *error)
+{
+    return attend(rows, io, 0, cached, masses, from, error);
 }

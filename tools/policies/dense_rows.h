@@ -39,4 +39,10 @@ bool dense_rows_append(struct dense_rows *rows, const struct kv_layer *io, size_
 bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io, size_t first,
                        size_t cached, struct error *error);
 
+/* As dense_rows_attend() from row 0 on, and adds to masses [kv_heads, capacity] what the new
+ * queries from number `from` on give to each row, as struct dense_attention has it; also if out is
+ * not wanted. */
+bool dense_rows_attend_masses(const struct dense_rows *rows, const struct kv_layer *io,
+                              size_t cached, float *masses, size_t from, struct error *error);
+
 #endif

@@ -4,10 +4,20 @@
 
 #include <stdlib.h>
 
+/* clang-format off */
 const struct policy *const policies[] = {
-    &policy_puzzle, &policy_puzzle_int4, &policy_raw,       &policy_static, &policy_int4,
-    &policy_int3,   &policy_global_svd,  &policy_streaming, &policy_kivi,
+    &policy_puzzle,
+    &policy_puzzle_int4,
+    &policy_raw,
+    &policy_static,
+    &policy_int4,
+    &policy_int3,
+    &policy_global_svd,
+    &policy_h2o,
+    &policy_streaming,
+    &policy_kivi,
 };
+/* clang-format on */
 
 const size_t policy_count = sizeof policies / sizeof *policies;
 

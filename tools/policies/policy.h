@@ -92,8 +92,16 @@ struct policy {
                  struct kv_store **store, struct error *error);
 };
 
-extern const struct policy policy_puzzle, policy_puzzle_int4, policy_raw, policy_static,
-    policy_int4, policy_int3, policy_global_svd, policy_streaming, policy_kivi;
+extern const struct policy policy_puzzle;
+extern const struct policy policy_puzzle_int4;
+extern const struct policy policy_raw;
+extern const struct policy policy_static;
+extern const struct policy policy_int4;
+extern const struct policy policy_int3;
+extern const struct policy policy_global_svd;
+extern const struct policy policy_h2o;
+extern const struct policy policy_streaming;
+extern const struct policy policy_kivi;
 
 /* All of them, in the order in which they are listed. */
 extern const struct policy *const policies[];
