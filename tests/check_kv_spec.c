@@ -206,6 +206,8 @@ START_TEST(test_canonical_text)
         {"h2o:recent=0.25,heavy=0", "h2o:heavy=0,recent=0.25"},
         {"streaming", "streaming:sink=4,ratio=0.6"},
         {"streaming:recent=100", "streaming:sink=4,recent=100"},
+        {"snapkv", "snapkv:window=32,kernel=5,pool=avg,ratio=0.6"},
+        {"snapkv:pool=max,capacity=1024", "snapkv:window=32,kernel=5,pool=max,capacity=1024"},
         {"kivi:bits=4", "kivi:bits=4,group=32,residual=128"},
     };
 
@@ -289,6 +291,9 @@ START_TEST(test_refusals)
         {"h2o:heavy=1.5", "is not a number from 0 to 1"},
         {"streaming:recent=5,ratio=0.5", "recent and ratio both set the budget"},
         {"streaming:recent=0", "is not a whole number from 1"},
+        {"snapkv:capacity=99,ratio=0.5", "capacity and ratio both set the budget"},
+        {"snapkv:capacity=32", "capacity=32 has no room beside the window's 32 tokens"},
+        {"snapkv:kernel=4", "kernel=4 is not odd"},
         {"kivi:bits=3", "\"3\" is not known; there is: 2|4"},
         {"kivi:group=24", "residual=128 is not a multiple of group=24"},
         {"int4:rk=3", "unknown key \"rk\"; int4 has: page, sink, window"},

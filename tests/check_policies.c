@@ -35,6 +35,8 @@ static const char *const specs[] = {
     "h2o:heavy=0.1,recent=0.8",
     "streaming",
     "streaming:sink=2,recent=9",
+    "snapkv",
+    "snapkv:window=4,kernel=3,pool=max,capacity=20",
     "kivi:group=8,residual=16",
     "kivi:bits=4,group=16,residual=32",
 };
@@ -483,6 +485,11 @@ START_TEST(test_bytes_by_hand)
         {"streaming", 101, 140, 61 * token},
         {"streaming:sink=3,recent=20", 10, 15, 15 * token},
         {"streaming:sink=3,recent=20", 10, 90, 23 * token},
+        {"snapkv", 101, 140, (61 + 39) * token},
+        /* Room for one token beside the window, and a prompt that has no more. */
+        {"snapkv", 40, 50, (33 + 10) * token},
+        {"snapkv", 33, 50, 50 * token},
+        {"snapkv:window=4,capacity=20", 101, 103, 22 * token},
         /* 101 tokens: 96 keys, 85 values. */
         {"kivi:group=8,residual=16", 101, 101,
          (96 + 85) * DIM / 4 + 4 * (DIM * 96 / 8 + DIM / 8 * 85) + (5 + 16) * DIM * 2},
@@ -963,7 +970,7 @@ static void check_kept_attended(struct setup *s, const struct expected *e, size_
 
 START_TEST(test_kept_tokens_are_attended)
 {
-    static const char *const names[] = {"h2o:heavy=0.2"};
+    static const char *const names[] = {"h2o:heavy=0.2", "snapkv:window=7,ratio=0.3"};
     struct setup s;
 
     open_setup(&s, names[_i], PKV_BF16, 2);
@@ -1022,6 +1029,98 @@ START_TEST(test_h2o_follows_its_definition)
             ck_assert_uint_eq(kv_store_retained(s.store, l, h, found), counts[i]);
             ck_assert_mem_eq(found, positions[i], counts[i] * sizeof *found);
         }
+    }
+    free(e);
+    close_setup(&s);
+}
+END_TEST
+
+/* Votes of the window, tokens 10 and 11, for tokens 0 to 9: of the first KV head 2 for 4, 2 for 6;
+ * of the second 3 for 5 and 1 for 0. What earlier queries attend to has no vote. */
+START_TEST(test_snapkv_retains)
+{
+    static const unsigned char targets[QUERY_HEADS][TARGETS] = {
+        {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 6, 12, 13, 14, 15},
+        {0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 4, 6, 12, 13, 14, 15},
+        {0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5, 5, 12, 13, 14, 15},
+        {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 5, 0, 12, 13, 14, 15},
+    };
+    static const struct {
+        const char *spec, *first, *second;
+    } cases[] = {
+        /* Means: 5: 4/3, 3, 4, 6 and 7: 2/3; 4, 5 and 6: 1, 0 and 1: 1/3. */
+        {"snapkv:window=2,kernel=3,capacity=3", "5 10-11", "6 10-11"},
+        {"snapkv:window=2,kernel=3,capacity=5", "5-7 10-11", "4-6 10-11"},
+        {"snapkv:window=2,kernel=3,capacity=6", "4-7 10-11", "1 4-6 10-11"},
+        {"snapkv:window=2,kernel=3,capacity=7", "3-7 10-11", "0-1 4-6 10-11"},
+        /* Maxima: 3 to 7: 2; 4, 5 and 6: 3, 0 and 1: 1. */
+        {"snapkv:window=2,kernel=3,pool=max,capacity=3", "7 10-11", "6 10-11"},
+        {"snapkv:window=2,kernel=3,pool=max,capacity=6", "4-7 10-11", "1 4-6 10-11"},
+        /* The votes themselves; a token without any only after all others, and the last first. */
+        {"snapkv:window=2,kernel=1,capacity=3", "6 10-11", "5 10-11"},
+        {"snapkv:window=2,kernel=1,capacity=4", "4 6 10-11", "0 5 10-11"},
+        {"snapkv:window=2,kernel=1,capacity=6", "4 6 8-11", "0 5 8-11"},
+        /* round(0.4 12) = 5; round(0.2 12) = 2, which would be the window alone. */
+        {"snapkv:window=2,kernel=3,ratio=0.4", "5-7 10-11", "4-6 10-11"},
+        {"snapkv:window=2,kernel=3,ratio=0.2", "5 10-11", "6 10-11"},
+        {"snapkv:window=2,kernel=3,capacity=12", "0-11", "0-11"},
+        {"snapkv:window=50,ratio=0.1", "0-11", "0-11"},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct setup s;
+        struct error error;
+        bool evicts = strcmp(cases[i].first, "0-11") != 0;
+        char first[64], second[64];
+
+        open_setup(&s, cases[i].spec, PKV_BF16, 1);
+        set_targets(&s, targets);
+        feed_as(&s, 12, i % 2 == 0);
+        check_retained(&s, cases[i].first, cases[i].second);
+        decode(&s, 14);
+        feed(&s, 2);
+        snprintf(first, sizeof first, "%.*s15", (int)strlen(cases[i].first) - 2, cases[i].first);
+        snprintf(second, sizeof second, "%.*s15", (int)strlen(cases[i].second) - 2,
+                 cases[i].second);
+        check_retained(&s, first, second);
+        ck_assert(kv_store_rewind(s.store, 12, &error));
+        check_retained(&s, cases[i].first, cases[i].second);
+        ck_assert(kv_store_rewind(s.store, 11, &error));
+        check_retained(&s, evicts ? "" : "0-10", evicts ? "" : "0-10");
+        close_setup(&s);
+    }
+}
+END_TEST
+
+/* With random attention, from the definition; kernel=3. */
+START_TEST(test_snapkv_follows_its_definition)
+{
+    enum { PROMPT = 101, WINDOW = 6, BEFORE = PROMPT - WINDOW, KEPT = 61 };
+    struct setup s;
+
+    open_setup(&s, "snapkv:window=6,kernel=3", PKV_F32, 3);
+    struct expected *e = expect_dense(&s, PKV_F32);
+
+    feed(&s, PROMPT);
+    for (size_t i = 0; i < LAYERS * KV_HEADS; i++) {
+        size_t l = i / KV_HEADS, h = i % KV_HEADS, found[MAX_TOKENS], kept = 0;
+        double votes[MAX_TOKENS] = {0}, scores[BEFORE], out[MAX_TOKENS * DIM];
+
+        for (size_t g = h * GROUP; g < (h + 1) * GROUP; g++)
+            attend_naively(s.sequence.q[l] + (BEFORE * QUERY_HEADS + g) * DIM, QUERY_HEADS * DIM,
+                           WINDOW, e->k[l][h], e->v[l][h], PROMPT, out, votes);
+        for (size_t t = 0; t < BEFORE; t++)
+            scores[t] = votes[t] + (t > 0 ? votes[t - 1] : 0) + (t + 1 < BEFORE ? votes[t + 1] : 0);
+        ck_assert_uint_eq(kv_store_retained(s.store, l, h, found), KEPT);
+        for (size_t t = 0; t < PROMPT; t++) {
+            size_t better = 0;
+
+            for (size_t j = 0; j < BEFORE && t < BEFORE; j++)
+                better += scores[j] > scores[t];
+            if (better < KEPT - WINDOW)
+                ck_assert_uint_eq(found[kept++], t);
+        }
+        ck_assert_uint_eq(kept, KEPT);
     }
     free(e);
     close_setup(&s);
@@ -1138,7 +1237,9 @@ int main(void)
     tcase_add_test(tests, test_streaming_positions);
     tcase_add_test(tests, test_h2o_retains);
     tcase_add_test(tests, test_h2o_follows_its_definition);
-    tcase_add_loop_test(tests, test_kept_tokens_are_attended, 0, 1);
+    tcase_add_test(tests, test_snapkv_retains);
+    tcase_add_test(tests, test_snapkv_follows_its_definition);
+    tcase_add_loop_test(tests, test_kept_tokens_are_attended, 0, 2);
     tcase_add_test(tests, test_dense_attention);
     tcase_add_test(tests, test_rounding);
     suite_add_tcase(suite, tests);

@@ -15,6 +15,7 @@ const struct policy *const policies[] = {
     &policy_global_svd,
     &policy_h2o,
     &policy_streaming,
+    &policy_snapkv,
     &policy_kivi,
 };
 /* clang-format on */

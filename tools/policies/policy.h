@@ -101,6 +101,7 @@ extern const struct policy policy_int3;
 extern const struct policy policy_global_svd;
 extern const struct policy policy_h2o;
 extern const struct policy policy_streaming;
+extern const struct policy policy_snapkv;
 extern const struct policy policy_kivi;
 
 /* All of them, in the order in which they are listed. */
