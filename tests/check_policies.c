@@ -31,6 +31,8 @@ static const char *const specs[] = {
     "int3:page=8,sink=2,window=0",
     "global-svd:page=8",
     "global-svd:page=8,ratio=0.3,sink=0,window=3",
+    "xkv",
+    "xkv:group=1,ratio=0.3",
     "h2o",
     "h2o:heavy=0.1,recent=0.8",
     "streaming",
@@ -477,6 +479,13 @@ START_TEST(test_bytes_by_hand)
         /* No region; a region of 8 tokens that has no more than rank 8. */
         {"global-svd:page=8,ratio=1", 23, 60, 60 * token},
         {"global-svd:page=8,ratio=1", 31, 31, 2 * 8 * (8 + DIM) * 2 + 23 * token},
+        /* 101 tokens, of one layer 32 channels: 0.6 2 101 32 / 133 = 29.2, for two heads. */
+        {"xkv:group=1", 101, 120, 29 * (101 + 32) * 2 / 2 + 19 * token},
+        /* 96 tokens, of both layers 64 channels: 46.08, for four heads. */
+        {"xkv", 96, 100, 46 * (96 + 64) * 2 / 4 + 4 * token},
+        /* One token, ranks of at least 1; 4 tokens, 2 4 64 / 68 = 7.5, of which V has all of 4. */
+        {"xkv:group=1", 1, 2, 2 * (1 + 32) * 2 / 2 + token},
+        {"xkv:group=2,ratio=1", 4, 4, 7 * (4 + 64) * 2 / 4},
         /* 0.3 101 = 30.3. */
         {"h2o", 101, 140, 60 * (token + 4)},
         {"h2o:heavy=0,recent=0.01", 20, 30, token + 4},
@@ -518,11 +527,10 @@ START_TEST(test_shares_of_the_paper)
     const struct {
         const char *spec;
         double share;
-    } cases[] = {{"puzzle", 0.58755},
-                 {"puzzle:rope=pre", 0.58755},
-                 {"int4", 0.2918},
-                 {"int3", 0.2296},
-                 {"static", 1}};
+    } cases[] = {{"puzzle", 0.58755}, {"puzzle:rope=pre", 0.58755},
+                 {"int4", 0.2918},    {"int3", 0.2296},
+                 {"static", 1},       {"xkv", 0.59998},
+                 {"h2o", 0.60466},    {"snapkv", 0.59998}};
 
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const struct policy_size size = {&model, PKV_BF16, 16384, 16384};
@@ -711,6 +719,88 @@ START_TEST(test_global_svd)
         free(e);
         close_setup(&s);
     }
+}
+END_TEST
+
+/* Makes a prompt's rows combinations of the first `rank` in all layers and heads together. */
+static void lower_rank_together(float *const rows[LAYERS], size_t count, size_t rank)
+{
+    for (size_t t = rank; t < count; t++) {
+        for (size_t l = 0; l < LAYERS; l++)
+            memset(rows[l] + t * KV_HEADS * DIM, 0, KV_HEADS * DIM * sizeof *rows[l]);
+        for (size_t r = 0; r < rank; r++) {
+            float weight = tests_random_float() / sqrtf((float)rank);
+
+            for (size_t l = 0; l < LAYERS; l++) {
+                for (size_t c = 0; c < KV_HEADS * DIM; c++)
+                    rows[l][t * KV_HEADS * DIM + c] += weight * rows[l][r * KV_HEADS * DIM + c];
+            }
+        }
+    }
+}
+
+/* Keys before RoPE, and values, of the ranks that 0.6 gives lose nothing when both layers share
+ * their factors, with more tokens than channels or fewer; with one rank more they do, and with
+ * factors for each layer, whose ranks are lower. Later tokens lose nothing. */
+START_TEST(test_xkv)
+{
+    static const struct {
+        const char *spec;
+        size_t prompt, rank_k, rank_v;
+        bool exact;
+    } cases[] = {
+        {"xkv:group=2", 101, 19, 28, true},   {"xkv:group=2", 101, 20, 28, false},
+        {"xkv:group=2", 101, 19, 29, false},  {"xkv:group=1", 101, 19, 28, false},
+        {"xkv:group=2", 40, 12, 17, true},    {"xkv:group=2", 40, 13, 17, false},
+        {"xkv:group=1000", 40, 12, 17, true}, {"xkv:group=1", 40, 12, 17, false},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct setup s;
+        double worst = 0;
+
+        open_setup(&s, cases[i].spec, PKV_F32, 2);
+        lower_rank_together(s.sequence.plain_k, cases[i].prompt, cases[i].rank_k);
+        lower_rank_together(s.sequence.v, cases[i].prompt, cases[i].rank_v);
+        turn_sequence(&s);
+        struct expected *e = expect_dense(&s, PKV_F32);
+
+        feed(&s, cases[i].prompt);
+        ck_assert_double_le(output_error(&s, e, cases[i].prompt, cases[i].prompt), TOLERANCE);
+        decode(&s, 130);
+        for (size_t tokens = cases[i].prompt + 1; tokens <= 130; tokens++)
+            worst = fmax(worst, output_error(&s, e, tokens, 1));
+        if (cases[i].exact)
+            ck_assert_double_le(worst, 1e-4);
+        else
+            ck_assert_double_ge(worst, 1e-3);
+        free(e);
+        close_setup(&s);
+    }
+}
+END_TEST
+
+/* 30 layers: seven groups of 4, with ranks 0.6 2 1024 768 / 1792 = 526.6, and one of 2, with
+ * 335.1. */
+START_TEST(test_xkv_geometry)
+{
+    struct model model = {.layer_count = 30, .query_heads = 9, .kv_heads = 3, .head_dim = 64};
+    const struct policy_size size = {&model, PKV_F16, 1024, 1034};
+    struct kv_spec spec;
+    struct error error;
+    size_t bytes;
+
+    ck_assert(kv_spec_parse("xkv", &spec, &error));
+    ck_assert(kv_spec_resolve(&spec, &model, &error));
+    ck_assert(spec.policy->bytes(&spec, &size, &bytes, &error));
+    ck_assert_uint_eq(bytes,
+                      (7 * 526 * (1024 + 768) + 335 * (1024 + 384)) * 2 + 10 * 2 * 30 * 3 * 64 * 2);
+    model = (struct model){.layer_count = 64, .query_heads = 8, .kv_heads = 8, .head_dim = 128};
+    ck_assert(kv_spec_resolve(&spec, &model, &error));
+    ck_assert(kv_spec_parse("xkv:group=32", &spec, &error));
+    ck_assert(!kv_spec_resolve(&spec, &model, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "32 layers of 8 KV heads with head dimension 128 have "
+                                             "32768 channels, more than the 32766"));
 }
 END_TEST
 
@@ -1231,6 +1321,8 @@ int main(void)
     tcase_add_test(tests, test_kivi);
     tcase_add_test(tests, test_kivi_geometry);
     tcase_add_test(tests, test_global_svd);
+    tcase_add_test(tests, test_xkv);
+    tcase_add_test(tests, test_xkv_geometry);
     tcase_add_test(tests, test_low_rank_basis);
     tcase_add_test(tests, test_rope_pre);
     tcase_add_test(tests, test_streaming_retains);

@@ -13,6 +13,7 @@ const struct policy *const policies[] = {
     &policy_int4,
     &policy_int3,
     &policy_global_svd,
+    &policy_xkv,
     &policy_h2o,
     &policy_streaming,
     &policy_snapkv,

@@ -99,6 +99,7 @@ extern const struct policy policy_static;
 extern const struct policy policy_int4;
 extern const struct policy policy_int3;
 extern const struct policy policy_global_svd;
+extern const struct policy policy_xkv;
 extern const struct policy policy_h2o;
 extern const struct policy policy_streaming;
 extern const struct policy policy_snapkv;
