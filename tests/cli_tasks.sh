@@ -144,6 +144,14 @@ refuse 1 '"file_digest" was ' tasks "$model" "$work/changed.jsonl" --max-new 12 
     --kv puzzle:window=0 -o "$work/half.jsonl" --resume
 refuse 1 "$work/rows.jsonl: is the input" "$@" -o "$work/rows.jsonl" --resume
 
+# An empty prefix is none.
+printf '%s\n' '{"input": "One, two,", "outputs": ["three"]}' \
+    '{"input": "One, two,", "outputs": ["three"], "gen_prefix": ""}' > "$work/prefix.jsonl"
+puzzlekv-eval tasks "$model" "$work/prefix.jsonl" --kv raw --max-new 4 -o "$work/prefix.out" \
+    > "$work/out" || fail "tasks without a prefix: status $?"
+same 'predictions without a prefix' "$(sed -n 's/^{"row": 0, //p' "$work/prefix.out")" \
+    "$(sed -n 's/^{"row": 1, //p' "$work/prefix.out")"
+
 # One of two outputs, in the chat format.
 printf '%s\n' '{"index": 0, "input": "Repeat the word: Paris", "gen_prefix": "The word is", "outputs": ["paris", "qqq"], "length": 9}' > "$work/two.jsonl"
 document share tasks "$model" "$work/two.jsonl" --chat --kv raw --max-new 12

@@ -49,6 +49,7 @@ static bool write_row(const struct task_row *row, size_t index, size_t length, F
 
 bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *error)
 {
+    struct tokenizer *tokenizer = NULL;
     struct task_prompter prompter = {NULL, NULL};
     struct counter opaque = {.prompter = &prompter};
     const struct task_counter counter = {count_tokens, &opaque};
@@ -56,7 +57,8 @@ bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *e
     struct output_file output;
     bool done = false;
 
-    if (!task_prompter_open(arguments->model, arguments->chat, &prompter, error))
+    if (!eval_tokenizer_open(arguments, &tokenizer, error) ||
+        !task_prompter_open(tokenizer, arguments->model, arguments->chat, &prompter, error))
         goto out;
     done = output_file_open(&output, arguments->output, arguments->model, error);
     for (size_t i = 0; done && i < arguments->rows; i++) {
@@ -71,5 +73,6 @@ bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *e
 out:
     token_list_free(&opaque.list);
     task_prompter_close(&prompter);
+    tokenizer_close(tokenizer);
     return done;
 }

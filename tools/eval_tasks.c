@@ -32,6 +32,7 @@ struct contender {
 struct tasks {
     const struct eval_arguments *arguments;
     struct model *model;
+    struct tokenizer *tokenizer;
     struct task_prompter prompter;
     struct transformer *transformer;
     struct sampler *sampler;
@@ -262,7 +263,7 @@ static bool answer_row(struct tasks *t, struct contender *contender, const float
         if (!sampler_choose(t->sampler, logits, NULL, 0, &token, error))
             return false;
         answer->tokens++;
-        ended = tokenizer_is_end(t->prompter.tokenizer, token);
+        ended = tokenizer_is_end(t->tokenizer, token);
         if (ended)
             break;
         piece = detokenizer_push(&t->detokenizer, token, &length);
@@ -553,8 +554,9 @@ static bool open_tasks(struct tasks *t, struct error *error)
     t->shared = calloc(a->kv_count, sizeof *t->shared);
     if (t->contenders == NULL || t->shared == NULL)
         return error_set(error, "out of memory for %zu policies", a->kv_count);
-    if (!model_open(a->model, &t->model, error) ||
-        !task_prompter_open(a->model, a->chat, &t->prompter, error) || !check_rows(t, error))
+    if (!model_open(a->model, &t->model, error) || !eval_tokenizer_open(a, &t->tokenizer, error) ||
+        !task_prompter_open(t->tokenizer, a->model, a->chat, &t->prompter, error) ||
+        !check_rows(t, error))
         return false;
     for (size_t i = 0; i < a->kv_count; i++) {
         struct contender *contender = &t->contenders[i];
@@ -572,8 +574,7 @@ static bool open_tasks(struct tasks *t, struct error *error)
         return error_set(error, "out of memory for the logits");
     return eval_transformer_open(a, t->model, &t->transformer, error) &&
            sampler_open(&greedy, t->model->vocabulary, &t->sampler, error) &&
-           detokenizer_open(&t->detokenizer, t->prompter.tokenizer, false, error) &&
-           open_log(t, error);
+           detokenizer_open(&t->detokenizer, t->tokenizer, false, error) && open_log(t, error);
 }
 
 static void close_tasks(struct tasks *t)
@@ -589,6 +590,7 @@ static void close_tasks(struct tasks *t)
     free(t->shared);
     free(t->contenders);
     task_prompter_close(&t->prompter);
+    tokenizer_close(t->tokenizer);
     model_close(t->model);
 }
 

@@ -4,35 +4,28 @@
 
 #include <string.h>
 
-bool task_prompter_open(const char *model, bool chat, struct task_prompter *prompter,
-                        struct error *error)
+bool task_prompter_open(const struct tokenizer *tokenizer, const char *name, bool chat,
+                        struct task_prompter *prompter, struct error *error)
 {
     enum chat_kind kind;
 
-    *prompter = (struct task_prompter){NULL, NULL};
-    if (!tokenizer_open(model, &prompter->tokenizer, error))
-        return false;
+    *prompter = (struct task_prompter){tokenizer, NULL};
     if (!chat)
         return true;
-    if (!chat_open(prompter->tokenizer, NULL, &prompter->chat, error))
-        goto fail;
+    if (!chat_open(tokenizer, NULL, &prompter->chat, error))
+        return false;
     kind = chat_kind(prompter->chat);
-    if (kind == CHAT_NONE || kind == CHAT_UNKNOWN) {
-        error_set(error, "%s: %s, which --chat needs", model,
-                  kind == CHAT_NONE ? "has no chat template"
-                                    : "its chat template is not of a format that is known");
-        goto fail;
-    }
-    return true;
-fail:
+    if (kind != CHAT_NONE && kind != CHAT_UNKNOWN)
+        return true;
     task_prompter_close(prompter);
-    return false;
+    return error_set(error, "%s: %s, which --chat needs", name,
+                     kind == CHAT_NONE ? "has no chat template"
+                                       : "its chat template is not of a format that is known");
 }
 
 void task_prompter_close(struct task_prompter *prompter)
 {
     chat_close(prompter->chat);
-    tokenizer_close(prompter->tokenizer);
     *prompter = (struct task_prompter){NULL, NULL};
 }
 
@@ -40,22 +33,21 @@ bool task_prompter_encode(const struct task_prompter *prompter, const char *inpu
                           const char *gen_prefix, struct token_list *list, struct error *error)
 {
     const struct tokenizer *tokenizer = prompter->tokenizer;
+    const size_t prefix_length = gen_prefix != NULL ? strlen(gen_prefix) : 0;
     const struct chat_turn turn = {CHAT_USER, input, strlen(input)};
     const struct text_part parts[] = {
-        {input, strlen(input), true},
-        {" ", 1, true},
-        {gen_prefix != NULL ? gen_prefix : "", gen_prefix != NULL ? strlen(gen_prefix) : 0, true}};
+        {input, strlen(input), true}, {" ", 1, true}, {gen_prefix, prefix_length, true}};
     const size_t before = list->count;
 
     if (prompter->chat != NULL) {
         if (!chat_format(prompter->chat, NULL, &turn, 1, CHAT_ANSWER_DIRECT, list, error))
             return false;
-        if (gen_prefix == NULL ||
-            tokenizer_encode(tokenizer, gen_prefix, strlen(gen_prefix), false, list, error))
+        if (prefix_length == 0 ||
+            tokenizer_encode(tokenizer, gen_prefix, prefix_length, false, list, error))
             return true;
     } else if ((!tokenizer_wants_bos(tokenizer) ||
                 token_list_append(list, tokenizer_bos(tokenizer), error)) &&
-               tokenizer_encode_parts(tokenizer, parts, gen_prefix != NULL ? 3 : 1, list, error)) {
+               tokenizer_encode_parts(tokenizer, parts, prefix_length > 0 ? 3 : 1, list, error)) {
         return true;
     }
     list->count = before;
