@@ -12,6 +12,7 @@ packages="
     automake
     build-essential
     check
+    gnuplot-nox
     libedit-dev
     libjansson-dev
     liblapacke-dev
