@@ -216,6 +216,8 @@ $(value ranks_grid results.25.kv) $(value ranks_grid results.26.kv)" \
     'raw puzzle:rk=12,rv=12 puzzle:rk=20,rv=20 static'
 document pages "$@" --ablation pages
 same 'pages' "$(value pages results.3.kv)" 'puzzle:page=64,rk=24,rv=24'
+document precision "$@" --ablation precision
+same 'precision' "$(value precision results.4.kv)" puzzle-int4
 document rope "$@" --ablation rope
 same 'rope' "$(value rope results.1.kv)" 'puzzle:rk=16,rv=16,rope=pre'
 puzzlekv-eval "$@" --kv puzzle:rk=9,rv=9 --csv > "$work/csv" || fail "ppl --csv: status $?"
