@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "numeric.h"
+#include "options.h"
 #include "policies/dense_attention.h"
 #include "policies/low_rank.h"
 #include "policies/policy.h"
@@ -26,6 +27,8 @@ static const char *const specs[] = {
     "raw:page=8",
     "puzzle:page=8,rk=5,rv=3",
     "puzzle:page=8,rk=5,rv=3,rope=pre",
+    "puzzle-int4:page=8,rk=5,rv=3",
+    "puzzle-int4:page=8,rk=5,rv=3,rope=pre",
     "static",
     "int4:page=8",
     "int3:page=8,sink=2,window=0",
@@ -405,7 +408,8 @@ START_TEST(test_rewind)
     for (size_t tokens = 125; tokens > 60; tokens -= 13) {
         ck_assert_msg(kv_store_rewind(s.store, tokens, &error), "%s", error.text);
         ck_assert_uint_le(kv_store_tokens(s.store), tokens);
-        (void)stored_bytes(&s);
+        ck_assert_uint_le(stored_bytes(&s),
+                          policy_raw_bytes(&s.model, PKV_BF16, kv_store_tokens(s.store)));
         feed(&s, tokens + 5 - kv_store_tokens(s.store));
         decode(&s, tokens + 10);
     }
@@ -608,8 +612,8 @@ START_TEST(test_direct_quantisation)
     struct setup s;
     size_t pages = 1;
 
-    open_setup(&s, names[_i], PKV_BF16, 1);
-    struct expected *e = expect_dense(&s, PKV_BF16);
+    open_setup(&s, names[_i], PKV_F32, 1);
+    struct expected *e = expect_dense(&s, PKV_F32);
 
     feed(&s, 61);
     for (size_t tokens = 61; tokens < 90; tokens++) {
@@ -619,6 +623,22 @@ START_TEST(test_direct_quantisation)
         ck_assert_double_le(output_error(&s, e, tokens + 1, 1), TOLERANCE);
     }
     ck_assert_uint_eq(pages, 10);
+
+    /* Page 9 is cut: it goes, and comes again. */
+    struct error error;
+
+    ck_assert(kv_store_rewind(s.store, 77, &error));
+    ck_assert_uint_eq(kv_store_tokens(s.store), 72);
+    free(e);
+    e = expect_dense(&s, PKV_F32);
+    for (pages = 1; pages < 9; pages++)
+        expect_page(e, pages, 4 - _i);
+    for (size_t tokens = 72; tokens < 110; tokens++) {
+        for (; (pages + 2) * 8 <= tokens; pages++)
+            expect_page(e, pages, 4 - _i);
+        decode(&s, tokens + 1);
+        ck_assert_double_le(output_error(&s, e, tokens + 1, 1), TOLERANCE);
+    }
     free(e);
     close_setup(&s);
 }
@@ -699,6 +719,7 @@ START_TEST(test_global_svd)
 
     for (int i = 0; i < 2; i++) {
         struct setup s;
+        struct error error;
 
         open_setup(&s, i == 0 ? exact : lossy, PKV_F32, 2);
         for (size_t l = 0; l < LAYERS; l++) {
@@ -716,6 +737,11 @@ START_TEST(test_global_svd)
             ck_assert_double_le(worst, TOLERANCE);
         else
             ck_assert_double_ge(worst, 1e-3);
+        /* The region is 80 tokens behind a sink of 8. */
+        ck_assert(kv_store_rewind(s.store, 88, &error));
+        ck_assert_uint_eq(kv_store_tokens(s.store), 88);
+        ck_assert(kv_store_rewind(s.store, 87, &error));
+        ck_assert_uint_eq(kv_store_tokens(s.store), 0);
         free(e);
         close_setup(&s);
     }
@@ -1335,5 +1361,6 @@ int main(void)
     tcase_add_test(tests, test_dense_attention);
     tcase_add_test(tests, test_rounding);
     suite_add_tcase(suite, tests);
+    machine_start_blas("check_policies");
     return tests_run(suite);
 }

@@ -596,5 +596,6 @@ int main(void)
     tcase_add_loop_test(tests, test_shared_step, 0, 2);
     tcase_add_loop_test(tests, test_shared_step_fails, 0, 2);
     suite_add_tcase(suite, tests);
+    machine_start_blas("check_transformer");
     return tests_run(suite);
 }

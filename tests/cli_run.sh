@@ -135,6 +135,18 @@ same 'kv of INT4' "$(value int4 kv) $(value int4 kv_canonical)" \
 same 'kv_bytes of INT4' "$(value int4 kv_bytes)" $((30 * 3 * (2 * 2 * 64 * (tokens - 32 * pages) + \
     pages * (30 * 96 / 2 + 2 * (16 + 64 + 32 + 64)))))
 
+# Every policy answers a prompt, which it attends exactly, and holds a conversation.
+for kv in $(sed -nE 's/^  ([a-z0-9-]+) .*/\1/p' "$work/help_policies") puzzle:rope=pre; do
+    answer kv --raw-prompt -p 'The capital of France is' -n 3 --kv "$kv"
+    same "the first token with $kv" "$(value kv token_ids.0)" "$(value france token_ids.0)"
+    same "the name of $kv" "$(value kv kv_canonical | cut -d : -f 1)" "${kv%%:*}"
+    [ "$(value kv kv_bytes)" -gt 0 ] || fail "$kv: $(value kv kv_bytes) bytes"
+    printf 'Hello\nAnd you?\n' |
+        puzzlekv-run "$model" -i -n 4 --ctx 256 --kv "$kv" > "$work/text" 2> "$work/err" ||
+        fail "-i --kv $kv: status $?: $(cat "$work/err")"
+    same "answers with $kv" "$(wc -l < "$work/text")" 2
+done
+
 # Streamed, the text is the same; the statistics are apart from it.
 puzzlekv-run "$model" --raw-prompt -p 'The capital of France is' -n 6 --stats > "$work/text" \
     2> "$work/stats" < /dev/null || fail "--stats: status $?"
