@@ -82,9 +82,10 @@ static void lay_out(struct backend *backend, size_t rows)
         rank = cpu_max(rank, cpu_max(geometry->rank_k[layer], geometry->rank_v[layer]));
     *floats = 0;
     layout->q = take(floats, rows * d);
+    layout->q_left = take(floats, rows * d);
+    layout->wide = take(floats, rows * kernels_padded(d));
     layout->scores = take(floats, rows * kernels_padded(columns));
     layout->inner = take(floats, rows * kernels_padded(rank));
-    layout->folded = take(floats, rows * kernels_padded(cpu_max(length, d)));
     layout->scale = take(floats, rows);
     layout->valid = take(floats, rows);
     layout->run = take(floats, state_floats(backend, rows));
@@ -176,9 +177,10 @@ static struct worker worker_init(const struct backend *backend, size_t layer)
                 .backend = backend,
                 .arithmetic = &backend->kernels->arithmetic[geometry->dtype],
                 .q = scratch + layout->q,
+                .q_left = scratch + layout->q_left,
+                .wide = scratch + layout->wide,
                 .scores = scratch + layout->scores,
                 .inner = scratch + layout->inner,
-                .folded = scratch + layout->folded,
                 .score_stride = kernels_padded(cpu_max(geometry->policy.page_tokens, BLOCK_TOKENS)),
                 .inner_stride = kernels_padded(rank),
                 .output_stride = kernels_padded(geometry->head_dim),
@@ -195,8 +197,8 @@ static void score_dense(const struct worker *worker, struct matrix k, size_t tok
 {
     const struct codec_queries *queries = &worker->queries;
 
-    queries->arithmetic->product(queries->rows, k.rows, tokens, queries->q, k.rows, k, NULL,
-                                 queries->scores, queries->score_stride);
+    queries->arithmetic->score(queries->rows, k.rows, tokens, queries->q_left, k.rows, k, NULL,
+                               queries->scores, queries->score_stride);
 }
 
 static void accumulate_dense(const struct worker *worker, struct matrix v, size_t tokens,
@@ -204,17 +206,19 @@ static void accumulate_dense(const struct worker *worker, struct matrix v, size_
 {
     const struct codec_queries *queries = &worker->queries;
 
-    queries->arithmetic->product(queries->rows, tokens, v.columns, queries->scores,
-                                 queries->score_stride, v, scale, o, queries->output_stride);
+    queries->arithmetic->accumulate(queries->rows, tokens, v.columns, queries->scores,
+                                    queries->score_stride, v, scale, o, queries->output_stride);
 }
 
-static void softmax(const struct worker *worker, size_t tokens, const uint32_t *valid,
-                    const struct state *state)
+static void softmax(const struct worker *worker, bool left_operands, size_t tokens,
+                    const uint32_t *valid, const struct state *state)
 {
     const struct codec_queries *queries = &worker->queries;
+    kernel_softmax *kernel =
+        left_operands ? queries->arithmetic->softmax : worker->backend->kernels->softmax;
 
-    queries->arithmetic->softmax(queries->rows, tokens, valid, queries->scores,
-                                 queries->score_stride, state->m, state->l, worker->scale);
+    kernel(queries->rows, tokens, valid, queries->scores, queries->score_stride, state->m, state->l,
+           worker->scale);
 }
 
 /* Cached page `number` of the unit's item into `state`; `scale` is NULL for a run's first. */
@@ -232,14 +236,14 @@ static void attend_page(const struct worker *worker, size_t number, const float 
 
         backend->codec_k->score(&worker->queries, backend->geometry->rank_k[worker->layer],
                                 factors.k);
-        softmax(worker, tokens, NULL, state);
+        softmax(worker, backend->codec_v->left_operands, tokens, NULL, state);
         backend->codec_v->accumulate(&worker->queries, backend->geometry->rank_v[worker->layer],
                                      factors.v, scale, state->o);
     } else {
         struct dense_page dense = store_dense(backend, worker->layer, worker->kv_head, page->slot);
 
         score_dense(worker, dense.k, tokens);
-        softmax(worker, tokens, NULL, state);
+        softmax(worker, true, tokens, NULL, state);
         accumulate_dense(worker, dense.v, tokens, scale, state->o);
     }
 }
@@ -253,7 +257,7 @@ static void attend_block(const struct worker *worker, size_t number, const float
     size_t tokens = cpu_block_tokens(worker->unit->item, number);
 
     score_dense(worker, block.k, tokens);
-    softmax(worker, tokens, number == worker->unit->block ? worker->valid : NULL, state);
+    softmax(worker, true, tokens, number == worker->unit->block ? worker->valid : NULL, state);
     accumulate_dense(worker, block.v, tokens, scale, state->o);
 }
 
@@ -303,18 +307,19 @@ static void take_unit(struct worker *worker, const struct attention_unit *unit, 
     worker->merged = state_at(worker->scratch + layout->merged, worker->queries.rows);
 }
 
-static void load_queries(const struct worker *worker, const pkv_input *input)
+static void load_queries(struct worker *worker, const pkv_input *input)
 {
+    struct codec_queries *queries = &worker->queries;
     const struct geometry *geometry = worker->backend->geometry;
     const struct attention_unit *unit = worker->unit;
     const size_t group = cpu_group(geometry);
     const size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
     kernel_to_f32 *to_f32 = worker->backend->kernels->to_f32[input->dtype];
 
-    for (size_t i = 0; i < worker->queries.rows; i++) {
+    for (size_t i = 0; i < queries->rows; i++) {
         size_t at = (first + i / group) * input->token_stride +
                     (worker->kv_head * group + i % group) * input->head_stride;
-        float *q = worker->queries.q + i * geometry->head_dim;
+        float *q = queries->q + i * geometry->head_dim;
 
         to_f32(geometry->head_dim,
                (const char *)input->data + at * storage_element_bytes(input->dtype), q);
@@ -322,9 +327,14 @@ static void load_queries(const struct worker *worker, const pkv_input *input)
             q[j] *= geometry->softmax_scale;
         worker->valid[i] = (uint32_t)(i / group + 1);
     }
-    if (worker->queries.arithmetic->pack)
-        worker->queries.arithmetic->pack(worker->queries.rows, geometry->head_dim,
-                                         worker->queries.q, geometry->head_dim);
+    if (queries->arithmetic->split) {
+        memcpy(queries->q_left, queries->q,
+               queries->rows * geometry->head_dim * sizeof *queries->q);
+        queries->arithmetic->split(queries->rows, geometry->head_dim, queries->q_left,
+                                   geometry->head_dim);
+    } else {
+        queries->q_left = queries->q;
+    }
 }
 
 static void store_outputs(const struct worker *worker, const pkv_step_io *io,

@@ -8,8 +8,8 @@
  *     K   R_K^T [d, r], then L_K^T [r, P]
  *     V   L_V [P, r], then R_V [r, d]
  *
- * so that each factor of Eq. 4 is the right operand of a product over its rows. K and V of a page
- * are aligned to float and readable KERNELS_PAD elements past their ends.
+ * so that each factor of Eq. 4 is the right operand of a product over its rows. Every part is
+ * aligned to float and readable KERNELS_PAD elements past its end.
  */
 #ifndef PUZZLEKV_CPU_CODEC_H
 #define PUZZLEKV_CPU_CODEC_H
@@ -21,10 +21,11 @@ struct codec_queries {
     const struct backend *backend;
     const struct arithmetic *arithmetic; /* of the storage type */
     size_t rows;
-    float *q;      /* [rows, d], scaled; left operands of `arithmetic` */
+    float *q;      /* [rows, d], scaled */
+    float *q_left; /* the same as left operands of `arithmetic` */
     float *scores; /* [rows, score_stride] */
     float *inner;  /* [rows, inner_stride]: q R_K^T, then exp(s) L_V */
-    float *folded; /* [rows], the larger of P and d elements each, padded: a codec's own */
+    float *wide;   /* [rows, output_stride] */
     size_t score_stride;
     size_t inner_stride;
     size_t output_stride;
@@ -38,6 +39,9 @@ struct codec {
     bool (*put)(const struct backend *backend, bool is_key, size_t rank, float *left, float *right,
                 size_t ld, unsigned char *page);
     const char *overflow;
+
+    /* Whether it accumulates by left operands of the storage type's arithmetic, not by f32. */
+    bool left_operands;
 
     /* scores = (q R_K^T) L_K^T */
     void (*score)(const struct codec_queries *queries, size_t rank, const unsigned char *page);
@@ -53,6 +57,7 @@ struct codec {
                  const unsigned char *page, void *out);
 };
 
+/* In the storage type. */
 extern const struct codec codec_native;
 extern const struct codec codec_int4;
 

@@ -134,20 +134,18 @@ static void widen_scales(const struct backend *backend, const struct layout *lay
                                       page + layout->scales, scale);
 }
 
-/* folded [rows, n] = from[i][j] * scale[j] in f32, for left operands `from` of the storage type. */
-static void fold(const struct codec_queries *queries, size_t n, const float *scale,
-                 const float *from, size_t stride)
+/* to[i][j] = from[i][j] * scale[j] */
+static void scale_columns(size_t rows, size_t n, const float *scale, const float *from,
+                          size_t from_stride, float *to, size_t to_stride)
 {
-    const struct kernels *kernels = queries->backend->kernels;
-    kernel_to_f32 *to_f32 = kernels->to_f32[queries->arithmetic->pack ? PKV_BF16 : PKV_F32];
-
-    for (size_t i = 0; i < queries->rows; i++) {
-        float *to = queries->folded + i * n;
-
-        to_f32(n, from + i * stride, to);
+    for (size_t i = 0; i < rows; i++)
         for (size_t j = 0; j < n; j++)
-            to[j] *= scale[j];
-    }
+            to[i * to_stride + j] = from[i * from_stride + j] * scale[j];
+}
+
+static struct matrix matrix_of(const struct layout *layout, const unsigned char *page)
+{
+    return (struct matrix){(unsigned char *)page + layout->codes, layout->rows, layout->columns};
 }
 
 static void int4_score(const struct codec_queries *queries, size_t rank, const unsigned char *page)
@@ -155,21 +153,20 @@ static void int4_score(const struct codec_queries *queries, size_t rank, const u
     const struct backend *backend = queries->backend;
     const struct layout right = layout_of(backend->geometry, PART_K_RIGHT, rank);
     const struct layout left = layout_of(backend->geometry, PART_K_LEFT, rank);
-    const size_t d = right.rows;
     float scale[MAX_HEAD_DIM];
 
     widen_scales(backend, &right, page, scale);
-    fold(queries, d, scale, queries->q, d);
-    backend->kernels->multiply_row_pairs(queries->rows, d, rank, queries->folded, d,
-                                         page + right.codes, NULL, queries->inner,
-                                         queries->inner_stride);
+    scale_columns(queries->rows, right.rows, scale, queries->q, right.rows, queries->wide,
+                  right.rows);
+    backend->kernels->product_row_pairs(queries->rows, right.rows, rank, queries->wide, right.rows,
+                                        matrix_of(&right, page), NULL, queries->inner,
+                                        queries->inner_stride);
     widen_scales(backend, &left, page, scale);
-    for (size_t i = 0; i < queries->rows; i++)
-        for (size_t c = 0; c < rank; c++)
-            queries->inner[i * queries->inner_stride + c] *= scale[c];
-    backend->kernels->multiply_column_pairs(queries->rows, rank, left.columns, queries->inner,
-                                            queries->inner_stride, page + left.codes, NULL,
-                                            queries->scores, queries->score_stride);
+    scale_columns(queries->rows, rank, scale, queries->inner, queries->inner_stride, queries->inner,
+                  queries->inner_stride);
+    backend->kernels->product_column_pairs(queries->rows, rank, left.columns, queries->inner,
+                                           queries->inner_stride, matrix_of(&left, page), NULL,
+                                           queries->scores, queries->score_stride);
 }
 
 static void int4_accumulate(const struct codec_queries *queries, size_t rank,
@@ -179,20 +176,22 @@ static void int4_accumulate(const struct codec_queries *queries, size_t rank,
     const struct layout left = layout_of(backend->geometry, PART_V_LEFT, rank);
     const struct layout right = layout_of(backend->geometry, PART_V_RIGHT, rank);
     const size_t d = right.columns;
+    const size_t stride = queries->output_stride;
     float column[MAX_HEAD_DIM];
 
     widen_scales(backend, &left, page, column);
-    fold(queries, left.rows, column, queries->scores, queries->score_stride);
-    backend->kernels->multiply_row_pairs(queries->rows, left.rows, rank, queries->folded, left.rows,
-                                         page + left.codes, NULL, queries->inner,
-                                         queries->inner_stride);
-    backend->kernels->multiply_column_pairs(queries->rows, rank, d, queries->inner,
-                                            queries->inner_stride, page + right.codes, NULL,
-                                            queries->folded, queries->output_stride);
+    scale_columns(queries->rows, left.rows, column, queries->scores, queries->score_stride,
+                  queries->scores, queries->score_stride);
+    backend->kernels->product_row_pairs(queries->rows, left.rows, rank, queries->scores,
+                                        queries->score_stride, matrix_of(&left, page), NULL,
+                                        queries->inner, queries->inner_stride);
+    backend->kernels->product_column_pairs(queries->rows, rank, d, queries->inner,
+                                           queries->inner_stride, matrix_of(&right, page), NULL,
+                                           queries->wide, stride);
     widen_scales(backend, &right, page, column);
     for (size_t i = 0; i < queries->rows; i++) {
-        const float *page_output = queries->folded + i * queries->output_stride;
-        float *row = o + i * queries->output_stride;
+        const float *page_output = queries->wide + i * stride;
+        float *row = o + i * stride;
 
         for (size_t j = 0; j < d; j++)
             row[j] = (scale ? scale[i] * row[j] : 0.0f) + page_output[j] * column[j];

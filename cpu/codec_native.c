@@ -69,10 +69,10 @@ static void native_score(const struct codec_queries *queries, size_t rank,
 {
     const struct geometry *geometry = queries->backend->geometry;
 
-    queries->arithmetic->chain(queries->rows, queries->q, geometry->head_dim,
-                               part_of(geometry, PART_K_RIGHT, rank, page),
-                               part_of(geometry, PART_K_LEFT, rank, page), queries->inner,
-                               queries->inner_stride, NULL, queries->scores, queries->score_stride);
+    queries->arithmetic->score_chain(
+        queries->rows, queries->q_left, geometry->head_dim,
+        part_of(geometry, PART_K_RIGHT, rank, page), part_of(geometry, PART_K_LEFT, rank, page),
+        queries->inner, queries->inner_stride, NULL, queries->scores, queries->score_stride);
 }
 
 static void native_accumulate(const struct codec_queries *queries, size_t rank,
@@ -80,10 +80,10 @@ static void native_accumulate(const struct codec_queries *queries, size_t rank,
 {
     const struct geometry *geometry = queries->backend->geometry;
 
-    queries->arithmetic->chain(queries->rows, queries->scores, queries->score_stride,
-                               part_of(geometry, PART_V_LEFT, rank, page),
-                               part_of(geometry, PART_V_RIGHT, rank, page), queries->inner,
-                               queries->inner_stride, scale, o, queries->output_stride);
+    queries->arithmetic->accumulate_chain(
+        queries->rows, queries->scores, queries->score_stride,
+        part_of(geometry, PART_V_LEFT, rank, page), part_of(geometry, PART_V_RIGHT, rank, page),
+        queries->inner, queries->inner_stride, scale, o, queries->output_stride);
 }
 
 static void native_row(const struct backend *backend, enum page_part part, size_t rank,
@@ -114,6 +114,7 @@ static void native_read(const struct backend *backend, enum page_part part, size
 }
 
 const struct codec codec_native = {
+    .left_operands = true,
     .bytes = native_bytes,
     .put = native_put,
     .overflow = "its factors overflow the storage type",

@@ -36,8 +36,8 @@ struct page_job {
 
 /* Offsets in floats into a thread's scratch; see attention.c. */
 struct attention_layout {
-    size_t q, scores, inner, folded, scale, valid; /* one page or block */
-    size_t run, merged;                            /* states: m, l, o */
+    size_t q, q_left, scores, inner, wide, scale, valid; /* one page or block */
+    size_t run, merged;                                  /* states: m, l, o */
     size_t floats;
 };
 

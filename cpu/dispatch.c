@@ -30,6 +30,13 @@ static bool has_avx512(void)
 }
 #endif
 
+#ifdef HAVE_AVX512_BF16_KERNELS
+static bool has_avx512_bf16(void)
+{
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
 size_t dispatch_available(const struct kernels *available[DISPATCH_MAX])
 {
     size_t n = 0;
@@ -45,6 +52,10 @@ size_t dispatch_available(const struct kernels *available[DISPATCH_MAX])
 #ifdef HAVE_AVX512_KERNELS
     if (has_avx512())
         available[n++] = &kernels_avx512;
+#endif
+#ifdef HAVE_AVX512_BF16_KERNELS
+    if (has_avx512() && has_avx512_bf16())
+        available[n++] = &kernels_avx512_bf16;
 #endif
     return n;
 }
@@ -64,14 +75,16 @@ pkv_status dispatch_choose(const char *isa, const struct kernels **kernels, stru
         *kernels = available[n - 1];
         return PKV_OK;
     }
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = n; i-- > 0;) {
         if (strcmp(available[i]->name, isa) == 0) {
             *kernels = available[i];
             return PKV_OK;
         }
-        used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", i ? ", " : "",
-                                 available[i]->name);
     }
+    for (size_t i = 0; i < n; i++)
+        if (i == 0 || strcmp(available[i]->name, available[i - 1]->name) != 0)
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", i ? ", " : "",
+                                     available[i]->name);
     return fail(message, PKV_ERROR_UNSUPPORTED,
                 "%s: instruction set \"%.32s\" is not available; this machine offers %s", source,
                 isa, names);

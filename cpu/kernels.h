@@ -47,13 +47,18 @@ static inline size_t kernels_stored_rows(pkv_dtype dtype, size_t rows)
 }
 
 /*
- * Left operands are rows of f32, or what `pack` makes of them in place: rows of bf16 in the room of
- * f32. Strides count f32 elements either way.
- *
+ * Left operands are rows of f32, or of bf16 in the room of f32, which `split` and `pack` make in
+ * place. A split row of n elements, for keys, is n elements of bf16 and, from lda / 2 on, what
+ * rounding left of each, in bf16 too; a packed one, for values, is n elements. Where n is odd one
+ * more is read, which is 0. Strides count f32 elements either way.
+ */
+typedef void kernel_pack(size_t rows, size_t n, float *a, size_t lda);
+
+/*
  * c[i][j] = (scale ? scale[i] * c[i][j] : 0) + sum over p < k of a[i][p] * b[p][j], for i < rows,
  * j < n; k <= b.rows, n <= b.columns. The order of the sum is fixed: the bits of a row depend
- * neither on the other rows nor on n. It is one multiply-add chain, p ascending, except of packed
- * operands. Rows of c are padded. An odd k reads one more packed element of a row, which is 0.
+ * neither on the other rows nor on n. It is one multiply-add chain, p ascending, where left
+ * operands are f32. Rows of c are padded.
  */
 typedef void kernel_product(size_t rows, size_t k, size_t n, const float *a, size_t lda,
                             struct matrix b, const float *scale, float *c, size_t ldc);
@@ -65,27 +70,14 @@ typedef void kernel_chain(size_t rows, const float *a, size_t lda, struct matrix
                           size_t ldc);
 
 /*
- * The product with a matrix b [k, n] of INT4 codes: -7 .. 7 as 4-bit two's complement, two in a
- * byte. In pairs of rows (k even) byte i * n + j holds [2 i, j] in its low four bits and
- * [2 i + 1, j] in its high ones; in pairs of columns (n even) byte i * n / 2 + j holds [i, 2 j] and
- * [i, 2 j + 1]. The last row, or pair of rows, is readable up to n padded codes, or pairs. Left
- * operands are f32; the sum is one multiply-add chain, p ascending.
- */
-typedef void kernel_codes(size_t rows, size_t k, size_t n, const float *a, size_t lda,
-                          const uint8_t *b, const float *scale, float *c, size_t ldc);
-
-/* Rows of n elements, padded, into left operands. */
-typedef void kernel_pack(size_t rows, size_t n, float *a, size_t lda);
-
-/*
  * One page into running softmax states. Row i of `s` holds scores in its first
  * c = valid ? valid[i] : n columns (1 <= c <= n). With a new m' that is at least m[i] and no more
  * than KERNELS_SLACK below the largest of m[i] and the scores:
  *     scale[i] = exp(m[i] - m'),  s[i][j] = exp(s[i][j] - m') for j < c, 0 for c <= j < n,
  *     l[i] = scale[i] l[i] + sum of row i,  m[i] = m'.
- * Row i is then a left operand, and its sum is that of its elements as rounded. A new state is
- * m = -inf, l = 0. Rows of s and the arrays m, l and scale are padded. What would be below 2^-126
- * is 0.
+ * Row i is then a left operand for values, and its sum is that of its elements as rounded. A new
+ * state is m = -inf, l = 0. Rows of s and the arrays m, l and scale are padded. What would be below
+ * 2^-126 is 0.
  */
 #define KERNELS_SLACK 8.0f
 typedef void kernel_softmax(size_t rows, size_t n, const uint32_t *valid, float *s, size_t lds,
@@ -102,9 +94,12 @@ typedef void kernel_from_f32(size_t n, const float *from, void *to);
 
 /* What computes with matrices of one type. */
 struct arithmetic {
-    kernel_product *product;
-    kernel_chain *chain;
-    kernel_pack *pack; /* NULL: left operands are f32 */
+    kernel_pack *split; /* both NULL: left operands are f32 */
+    kernel_pack *pack;
+    kernel_product *score; /* of split rows */
+    kernel_chain *score_chain;
+    kernel_product *accumulate; /* of packed rows */
+    kernel_chain *accumulate_chain;
     kernel_softmax *softmax;
 };
 
@@ -112,8 +107,16 @@ struct kernels {
     const char *name;
     size_t panel;
     struct arithmetic arithmetic[3]; /* by pkv_dtype of b */
-    kernel_codes *multiply_row_pairs;
-    kernel_codes *multiply_column_pairs;
+    kernel_softmax *softmax;         /* leaves f32 */
+    /*
+     * Products of f32 by a matrix b [k, n] of INT4 codes: -7 .. 7 as 4-bit two's complement, two in
+     * a byte, without panels. In pairs of rows (k even) byte i * n + j holds [2 i, j] in its low
+     * four bits and [2 i + 1, j] in its high ones; in pairs of columns (n even) byte i * n / 2 + j
+     * holds [i, 2 j] and [i, 2 j + 1]. All of b counts; its last row, or pair of rows, is readable
+     * up to n padded codes.
+     */
+    kernel_product *product_row_pairs;
+    kernel_product *product_column_pairs;
     kernel_merge *merge;
     kernel_to_f32 *to_f32[3];     /* by pkv_dtype of `from` */
     kernel_from_f32 *from_f32[3]; /* by pkv_dtype of `to` */

@@ -4,8 +4,6 @@
 
 #include <immintrin.h>
 
-#define KERNELS       kernels_avx2
-#define KERNELS_NAME  "avx2"
 #define LANES         8
 #define PANEL_VECTORS 2
 #define TILE_ROWS     4
@@ -43,3 +41,5 @@ static inline void vector_to_f16(vector_f32 v, uint16_t *to)
 }
 
 #include "kernels_body.h"
+
+const struct kernels kernels_avx2 = {KERNELS_TABLE("avx2")};

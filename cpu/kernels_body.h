@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The kernels, written once with vectors of LANES floats. A file that includes this one defines
- *     KERNELS          the name of its table, KERNELS_NAME its name as a string
+ * The kernels, written once with vectors of LANES floats. A file that includes this one, and ends
+ * with a table that is {KERNELS_TABLE(its name)}, defines
  *     LANES            floats in a vector: 4, 8 or 16 (KERNELS_PAD)
  *     PANEL_VECTORS    vectors in a row of a panel: 2 or 4
  *     TILE_ROWS        rows of a product kept in registers with 3 or 4 vectors each, 4 to 12
  *     TILE_MOST        the same with 1 or 2 vectors each
- *     OWN_BF16         if the file has an arithmetic of bf16 of its own, which it defines as that
+ *     OWN_BF16         only if it has an arithmetic of bf16 of its own: its initialisers
  * after typedefs of the vectors and these operations on them:
  *     vector_fma(a, b, c)  a * b + c; written out, so that no flag decides what is fused
  *     vector_max(a, b)     a > b ? a : b
@@ -17,15 +17,16 @@
 #include "kernels.h"
 
 #include <math.h>
+#include <stdbool.h>
 
 #define PANEL (PANEL_VECTORS * LANES)
-
-#define INLINE static inline __attribute__((always_inline))
 
 typedef uint8_t vector_u8 __attribute__((vector_size(LANES)));
 typedef int8_t vector_i8 __attribute__((vector_size(LANES)));
 typedef uint8_t vector_half_u8 __attribute__((vector_size(LANES / 2)));
 typedef uint16_t vector_half_u16 __attribute__((vector_size(LANES)));
+
+#define INLINE static inline __attribute__((always_inline))
 
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -51,12 +52,40 @@ INLINE void save(float *p, vector_f32 v)
     memcpy(p, &v, sizeof v);
 }
 
-/* Vector number i of a row of elements of `dtype`, which is constant wherever this is inlined. */
-INLINE vector_f32 load_as(pkv_dtype dtype, const char *row, size_t i)
+/* How the right operand of a product is stored: a pkv_dtype, or INT4 codes. */
+enum form { F32 = PKV_F32, F16 = PKV_F16, BF16 = PKV_BF16, ROW_PAIRS, COLUMN_PAIRS };
+
+/* INT4 codes, in the low four bits of bytes. */
+INLINE vector_f32 from_codes(vector_u8 codes)
 {
-    if (dtype == PKV_F16)
-        return vector_from_f16((const uint16_t *)(const void *)row + i * LANES);
-    return load((const float *)(const void *)row + i * LANES);
+    vector_i8 value = (vector_i8)(codes ^ 8) - 8;
+
+    return __builtin_convertvector(__builtin_convertvector(value, vector_i32), vector_f32);
+}
+
+/* LANES bytes, and of each the low four bits, or the high ones. */
+INLINE vector_f32 load_row_pairs(const uint8_t *from, bool odd)
+{
+    vector_u8 codes;
+
+    memcpy(&codes, from, sizeof codes);
+    return from_codes(odd ? codes >> 4 : codes & 15);
+}
+
+/* LANES / 2 bytes, and of each the low four bits, then the high ones. */
+INLINE vector_f32 load_column_pairs(const uint8_t *from)
+{
+    vector_half_u8 bytes;
+    vector_half_u16 pairs;
+
+    memcpy(&bytes, from, sizeof bytes);
+    pairs = __builtin_convertvector(bytes, vector_half_u16);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    pairs = pairs << 8 | pairs >> 4;
+#else
+    pairs |= pairs << 4;
+#endif
+    return from_codes((vector_u8)pairs & 15);
 }
 
 INLINE vector_u32 load_pairs(const char *row, size_t i)
@@ -65,6 +94,30 @@ INLINE vector_u32 load_pairs(const char *row, size_t i)
 
     memcpy(&v, row + i * sizeof v, sizeof v);
     return v;
+}
+
+/* Vector number i of a stored row, or of the first or second row of two that lie interleaved;
+ * `form` is constant wherever this is inlined. */
+INLINE vector_f32 load_as(enum form form, const char *row, size_t i, bool second)
+{
+    switch (form) {
+    case ROW_PAIRS:
+        return load_row_pairs((const uint8_t *)row + i * LANES, second);
+    case COLUMN_PAIRS:
+        return load_column_pairs((const uint8_t *)row + i * (LANES / 2));
+    case BF16:
+        return (vector_f32)(second ? load_pairs(row, i) & 0xffff0000u : load_pairs(row, i) << 16);
+    case F16:
+        return vector_from_f16((const uint16_t *)(const void *)row + i * LANES);
+    default:
+        return load((const float *)(const void *)row + i * LANES);
+    }
+}
+
+/* Rows that lie interleaved. */
+INLINE size_t interleave_of(enum form form)
+{
+    return form == BF16 || form == ROW_PAIRS ? 2 : 1;
 }
 
 /* Half by half: one fixed order. */
@@ -123,10 +176,15 @@ INLINE vector_f32 exponential(vector_f32 x)
 
 /* ---- Products ---- */
 
-/* One row of b: value[j] is its vector number j. */
-INLINE void multiply_row(size_t rows, size_t vectors, const float *a, size_t lda,
-                         const vector_f32 *value, vector_f32 sum[TILE_MOST][PANEL_VECTORS])
+/* One row of b, of two that lie interleaved the first or second. */
+INLINE void multiply_row(size_t rows, size_t vectors, enum form form, bool second, const float *a,
+                         size_t lda, const char *b, vector_f32 sum[TILE_MOST][PANEL_VECTORS])
 {
+    vector_f32 value[PANEL_VECTORS];
+
+    UNROLL
+    for (size_t j = 0; j < vectors; j++)
+        value[j] = load_as(form, b, j, second);
     UNROLL
     for (size_t i = 0; i < rows; i++) {
         vector_f32 x = splat(a[i * lda]);
@@ -135,25 +193,6 @@ INLINE void multiply_row(size_t rows, size_t vectors, const float *a, size_t lda
         for (size_t j = 0; j < vectors; j++)
             sum[i][j] = vector_fma(x, value[j], sum[i][j]);
     }
-}
-
-/* One stored row of b, or two that lie interleaved of which `count` count. */
-INLINE void multiply_stored(size_t rows, size_t vectors, pkv_dtype dtype, size_t count,
-                            const float *a, size_t lda, const char *b,
-                            vector_f32 sum[TILE_MOST][PANEL_VECTORS])
-{
-    vector_f32 value[PANEL_VECTORS];
-
-    UNROLL
-    for (size_t j = 0; j < vectors; j++)
-        value[j] = dtype == PKV_BF16 ? (vector_f32)(load_pairs(b, j) << 16) : load_as(dtype, b, j);
-    multiply_row(rows, vectors, a, lda, value, sum);
-    if (count == 1)
-        return;
-    UNROLL
-    for (size_t j = 0; j < vectors; j++)
-        value[j] = (vector_f32)(load_pairs(b, j) & 0xffff0000u);
-    multiply_row(rows, vectors, a + 1, lda, value, sum);
 }
 
 INLINE void sums_begin(size_t rows, size_t vectors, const float *scale, const float *c, size_t ldc,
@@ -179,27 +218,33 @@ INLINE void sums_end(size_t rows, size_t vectors, vector_f32 sum[TILE_MOST][PANE
 }
 
 /* `rows` and `vectors` are constants; the sums stay in registers. */
-INLINE void tile(size_t rows, size_t vectors, pkv_dtype dtype, size_t k, const float *a, size_t lda,
+INLINE void tile(size_t rows, size_t vectors, enum form form, size_t k, const float *a, size_t lda,
                  const char *b, size_t ldb_bytes, const float *scale, float *c, size_t ldc)
 {
-    const size_t interleave = kernels_interleave(dtype);
     vector_f32 sum[TILE_MOST][PANEL_VECTORS];
     size_t p = 0;
 
     sums_begin(rows, vectors, scale, c, ldc, sum);
-    for (; p + interleave <= k; p += interleave, b += ldb_bytes)
-        multiply_stored(rows, vectors, dtype, interleave, a + p, lda, b, sum);
-    if (p < k)
-        multiply_stored(rows, vectors, dtype, 1, a + p, lda, b, sum);
+    if (interleave_of(form) == 2) {
+        for (; p + 2 <= k; p += 2, b += ldb_bytes) {
+            multiply_row(rows, vectors, form, false, a + p, lda, b, sum);
+            multiply_row(rows, vectors, form, true, a + p + 1, lda, b, sum);
+        }
+        if (p < k)
+            multiply_row(rows, vectors, form, false, a + p, lda, b, sum);
+    } else {
+        for (; p < k; p++, b += ldb_bytes)
+            multiply_row(rows, vectors, form, false, a + p, lda, b, sum);
+    }
     sums_end(rows, vectors, sum, c, ldc);
 }
 
-typedef void tile_function(size_t rows, size_t vectors, pkv_dtype dtype, size_t k, const float *a,
+typedef void tile_function(size_t rows, size_t vectors, enum form form, size_t k, const float *a,
                            size_t lda, const char *b, size_t ldb_bytes, const float *scale,
                            float *c, size_t ldc);
 
 /* All rows of `vectors` columns, as many at a time as registers allow. */
-INLINE void panel(tile_function *multiply, size_t vectors, pkv_dtype dtype, size_t rows, size_t k,
+INLINE void panel(tile_function *multiply, size_t vectors, enum form form, size_t rows, size_t k,
                   const float *a, size_t lda, const char *b, size_t ldb_bytes, const float *scale,
                   float *c, size_t ldc)
 {
@@ -207,7 +252,7 @@ INLINE void panel(tile_function *multiply, size_t vectors, pkv_dtype dtype, size
 
 #define TAKE(n)                                                                                    \
     do {                                                                                           \
-        multiply(n, vectors, dtype, k, a, lda, b, ldb_bytes, scale, c, ldc);                       \
+        multiply(n, vectors, form, k, a, lda, b, ldb_bytes, scale, c, ldc);                        \
         rows -= n;                                                                                 \
         a += n * lda;                                                                              \
         c += n * ldc;                                                                              \
@@ -228,23 +273,26 @@ INLINE void panel(tile_function *multiply, size_t vectors, pkv_dtype dtype, size
 #undef TAKE
 }
 
-INLINE void product(tile_function *multiply, pkv_dtype dtype, size_t rows, size_t k, size_t n,
+INLINE void product(tile_function *multiply, enum form form, size_t rows, size_t k, size_t n,
                     const float *a, size_t lda, struct matrix b, const float *scale, float *c,
                     size_t ldc)
 {
-    const size_t bytes = dtype == PKV_F32 ? 4 : 2;
+    const bool codes = form == ROW_PAIRS || form == COLUMN_PAIRS;
+    const size_t row_codes = form == ROW_PAIRS ? b.columns : b.columns / 2;
+    const size_t bytes = form == F32 ? 4 : 2;
+    const size_t interleave = interleave_of(form);
+    const size_t stored = (b.rows + interleave - 1) / interleave * interleave;
     const char *data = (const char *)b.data;
-    const size_t stored = kernels_stored_rows(dtype, b.rows);
 
     for (size_t j = 0; j < n; j += PANEL) {
         size_t width = b.columns - j < PANEL ? b.columns - j : PANEL;
         size_t used = n - j < width ? n - j : width;
-        size_t ldb_bytes = width * kernels_interleave(dtype) * bytes;
+        size_t ldb_bytes = codes ? row_codes : width * interleave * bytes;
 
 #define VECTORS(v)                                                                                 \
     case v:                                                                                        \
         if (v <= PANEL_VECTORS)                                                                    \
-            panel(multiply, v, dtype, rows, k, a, lda, data, ldb_bytes, scale, c + j, ldc);        \
+            panel(multiply, v, form, rows, k, a, lda, data, ldb_bytes, scale, c + j, ldc);         \
         break;
         switch ((used + LANES - 1) / LANES) {
             VECTORS(1)
@@ -253,139 +301,39 @@ INLINE void product(tile_function *multiply, pkv_dtype dtype, size_t rows, size_
             VECTORS(4)
         }
 #undef VECTORS
-        data += stored * width * bytes;
+        if (codes)
+            data += form == ROW_PAIRS ? PANEL : PANEL / 2;
+        else
+            data += stored * width * bytes;
     }
 }
 
-#define ARITHMETIC(type, dtype, multiply, pack)                                                    \
-    static void product_##type(size_t rows, size_t k, size_t n, const float *a, size_t lda,        \
+#define PRODUCT(name, form)                                                                        \
+    static void product_##name(size_t rows, size_t k, size_t n, const float *a, size_t lda,        \
                                struct matrix b, const float *scale, float *c, size_t ldc)          \
     {                                                                                              \
-        product(multiply, dtype, rows, k, n, a, lda, b, scale, c, ldc);                            \
-    }                                                                                              \
-                                                                                                   \
-    static void chain_##type(size_t rows, const float *a, size_t lda, struct matrix b1,            \
+        product(tile, form, rows, k, n, a, lda, b, scale, c, ldc);                                 \
+    }
+
+#define CHAIN(name)                                                                                \
+    static void chain_##name(size_t rows, const float *a, size_t lda, struct matrix b1,            \
                              struct matrix b2, float *inner, size_t ldi, const float *scale,       \
                              float *c, size_t ldc)                                                 \
     {                                                                                              \
-        product_##type(rows, b1.rows, b1.columns, a, lda, b1, NULL, inner, ldi);                   \
-        pack(rows, b1.columns, inner, ldi);                                                        \
-        product_##type(rows, b2.rows, b2.columns, inner, ldi, b2, scale, c, ldc);                  \
+        product_##name(rows, b1.rows, b1.columns, a, lda, b1, NULL, inner, ldi);                   \
+        product_##name(rows, b2.rows, b2.columns, inner, ldi, b2, scale, c, ldc);                  \
     }
 
-INLINE void no_pack(size_t rows, size_t n, float *a, size_t lda)
-{
-    (void)rows;
-    (void)n;
-    (void)a;
-    (void)lda;
-}
-
-ARITHMETIC(f32, PKV_F32, tile, no_pack)
-ARITHMETIC(f16, PKV_F16, tile, no_pack)
+PRODUCT(f32, F32)
+PRODUCT(f16, F16)
+PRODUCT(row_pairs, ROW_PAIRS)
+PRODUCT(column_pairs, COLUMN_PAIRS)
+CHAIN(f32)
+CHAIN(f16)
 #ifndef OWN_BF16
-ARITHMETIC(bf16, PKV_BF16, tile, no_pack)
+PRODUCT(bf16, BF16)
+CHAIN(bf16)
 #endif
-
-/* ---- Products with INT4 codes ---- */
-
-/* Codes in the low four bits of bytes. */
-INLINE vector_f32 from_codes(vector_u8 codes)
-{
-    vector_i8 value = (vector_i8)(codes ^ 8) - 8;
-
-    return __builtin_convertvector(__builtin_convertvector(value, vector_i32), vector_f32);
-}
-
-INLINE void tile_row_pairs(size_t rows, size_t vectors, pkv_dtype unused, size_t k, const float *a,
-                           size_t lda, const char *b, size_t ldb_bytes, const float *scale,
-                           float *c, size_t ldc)
-{
-    vector_f32 sum[TILE_MOST][PANEL_VECTORS];
-    vector_f32 even[PANEL_VECTORS], odd[PANEL_VECTORS];
-
-    (void)unused;
-    sums_begin(rows, vectors, scale, c, ldc, sum);
-    for (size_t p = 0; p < k; p += 2, b += ldb_bytes) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++) {
-            vector_u8 codes;
-
-            memcpy(&codes, b + j * LANES, sizeof codes);
-            even[j] = from_codes(codes & 15);
-            odd[j] = from_codes(codes >> 4);
-        }
-        multiply_row(rows, vectors, a + p, lda, even, sum);
-        multiply_row(rows, vectors, a + p + 1, lda, odd, sum);
-    }
-    sums_end(rows, vectors, sum, c, ldc);
-}
-
-INLINE void tile_column_pairs(size_t rows, size_t vectors, pkv_dtype unused, size_t k,
-                              const float *a, size_t lda, const char *b, size_t ldb_bytes,
-                              const float *scale, float *c, size_t ldc)
-{
-    vector_f32 sum[TILE_MOST][PANEL_VECTORS];
-    vector_f32 value[PANEL_VECTORS];
-
-    (void)unused;
-    sums_begin(rows, vectors, scale, c, ldc, sum);
-    for (size_t p = 0; p < k; p++, b += ldb_bytes) {
-        UNROLL
-        for (size_t j = 0; j < vectors; j++) {
-            vector_half_u8 bytes;
-            vector_half_u16 pairs;
-
-            memcpy(&bytes, b + j * (LANES / 2), sizeof bytes);
-            pairs = __builtin_convertvector(bytes, vector_half_u16);
-            /* The low four bits to the byte that comes first, the high ones to the other. */
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-            pairs = pairs << 8 | pairs >> 4;
-#else
-            pairs |= pairs << 4;
-#endif
-            value[j] = from_codes((vector_u8)pairs & 15);
-        }
-        multiply_row(rows, vectors, a + p, lda, value, sum);
-    }
-    sums_end(rows, vectors, sum, c, ldc);
-}
-
-/* Column j of b begins at byte j / per_byte of a row. */
-INLINE void multiply_codes(tile_function *multiply, size_t per_byte, size_t rows, size_t k,
-                           size_t n, const float *a, size_t lda, const uint8_t *b,
-                           const float *scale, float *c, size_t ldc)
-{
-    for (size_t j = 0; j < n; j += PANEL) {
-        const char *data = (const char *)b + j / per_byte;
-        size_t used = n - j < PANEL ? n - j : PANEL;
-
-#define VECTORS(v)                                                                                 \
-    case v:                                                                                        \
-        if (v <= PANEL_VECTORS)                                                                    \
-            panel(multiply, v, PKV_F32, rows, k, a, lda, data, n / per_byte, scale, c + j, ldc);   \
-        break;
-        switch ((used + LANES - 1) / LANES) {
-            VECTORS(1)
-            VECTORS(2)
-            VECTORS(3)
-            VECTORS(4)
-        }
-#undef VECTORS
-    }
-}
-
-static void multiply_row_pairs(size_t rows, size_t k, size_t n, const float *a, size_t lda,
-                               const uint8_t *b, const float *scale, float *c, size_t ldc)
-{
-    multiply_codes(tile_row_pairs, 1, rows, k, n, a, lda, b, scale, c, ldc);
-}
-
-static void multiply_column_pairs(size_t rows, size_t k, size_t n, const float *a, size_t lda,
-                                  const uint8_t *b, const float *scale, float *c, size_t ldc)
-{
-    multiply_codes(tile_column_pairs, 2, rows, k, n, a, lda, b, scale, c, ldc);
-}
 
 /* ---- Softmax ---- */
 
@@ -500,22 +448,17 @@ static void bf16s_from_f32(size_t n, const float *from, void *to)
         h[i] = bf16_from_f32(from[i]);
 }
 
+#define F32_OPERANDS(name)                                                                         \
+    NULL, NULL, product_##name, chain_##name, product_##name, chain_##name, softmax
+
 #ifndef OWN_BF16
-#define OWN_BF16                                                                                   \
-    {                                                                                              \
-        product_bf16, chain_bf16, NULL, softmax                                                    \
-    }
+#define OWN_BF16 F32_OPERANDS(bf16)
 #endif
 
-const struct kernels KERNELS = {
-    .name = KERNELS_NAME,
-    .panel = PANEL,
-    .arithmetic = {{product_f32, chain_f32, NULL, softmax},
-                   {product_f16, chain_f16, NULL, softmax},
-                   OWN_BF16},
-    .multiply_row_pairs = multiply_row_pairs,
-    .multiply_column_pairs = multiply_column_pairs,
-    .merge = merge,
-    .to_f32 = {f32_to_f32, f16_to_f32s, bf16_to_f32s},
-    .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32},
-};
+/* What a file's table is initialised with. */
+#define KERNELS_TABLE(isa)                                                                         \
+    .name = (isa), .panel = PANEL,                                                                 \
+    .arithmetic = {{F32_OPERANDS(f32)}, {F32_OPERANDS(f16)}, {OWN_BF16}}, .softmax = softmax,      \
+    .product_row_pairs = product_row_pairs, .product_column_pairs = product_column_pairs,          \
+    .merge = merge, .to_f32 = {f32_to_f32, f16_to_f32s, bf16_to_f32s},                             \
+    .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32}

@@ -2,8 +2,6 @@
 /* The kernels in what every machine offers: the reference of the other instruction sets. */
 #include "dispatch.h"
 
-#define KERNELS       kernels_generic
-#define KERNELS_NAME  "generic"
 #define LANES         4
 #define PANEL_VECTORS 2
 #define TILE_ROWS     4
@@ -61,3 +59,5 @@ static inline void vector_to_f16(vector_f32 v, uint16_t *to)
 }
 
 #include "kernels_body.h"
+
+const struct kernels kernels_generic = {KERNELS_TABLE("generic")};

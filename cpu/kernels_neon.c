@@ -4,8 +4,6 @@
 
 #include <arm_neon.h>
 
-#define KERNELS       kernels_neon
-#define KERNELS_NAME  "neon"
 #define LANES         4
 #define PANEL_VECTORS 4
 #define TILE_ROWS     6
@@ -41,3 +39,5 @@ static inline void vector_to_f16(vector_f32 v, uint16_t *to)
 }
 
 #include "kernels_body.h"
+
+const struct kernels kernels_neon = {KERNELS_TABLE("neon")};

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #define ALIGNMENT 64
 
@@ -13,10 +14,21 @@ struct header {
     size_t bytes;
 };
 
+/* Large blocks lie on huge pages where the system offers them: walks through pools would spend
+ * half their time on address translation. */
+#define HUGE_PAGE_BYTES ((size_t)2 << 20)
+
 static void *default_allocate(void *opaque, size_t bytes)
 {
+    void *block = NULL;
+
     (void)opaque;
-    return malloc(bytes);
+    if (bytes < 2 * HUGE_PAGE_BYTES || posix_memalign(&block, HUGE_PAGE_BYTES, bytes) != 0)
+        return malloc(bytes);
+#ifdef MADV_HUGEPAGE
+    madvise(block, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE);
+#endif
+    return block;
 }
 
 static void default_release(void *opaque, void *pointer)
