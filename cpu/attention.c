@@ -151,8 +151,9 @@ struct worker {
     size_t kv_head;
     struct codec_queries queries; /* its output_stride is that of states */
     float *scratch;
-    float *scale;    /* [rows] */
-    uint32_t *valid; /* [rows]: keys that a row sees in its own block */
+    float *scale;     /* [rows] */
+    uint32_t *valid;  /* [rows]: keys that a row sees in its own block */
+    bool whole_pages; /* whether kernels for whole pages serve the unit */
     struct state run;
     struct state merged;
 };
@@ -221,31 +222,62 @@ static void softmax(const struct worker *worker, bool left_operands, size_t toke
            worker->scale);
 }
 
+/* Of the unit that was taken up. */
+static bool fit_whole_pages(const struct worker *worker)
+{
+    const struct geometry *geometry = worker->backend->geometry;
+    const struct whole_pages *kernels = &worker->queries.arithmetic->whole_pages;
+
+    return worker->queries.rows <= kernels->rows &&
+           kernels->fit(geometry->policy.page_tokens, geometry->head_dim,
+                        cpu_max(geometry->rank_k[worker->layer], geometry->rank_v[worker->layer]));
+}
+
+static void attend_factors(const struct worker *worker, uint32_t slot, const float *scale,
+                           const struct state *state)
+{
+    const struct backend *backend = worker->backend;
+    const struct codec_queries *queries = &worker->queries;
+    const size_t rank_k = backend->geometry->rank_k[worker->layer];
+    const size_t rank_v = backend->geometry->rank_v[worker->layer];
+    struct factor_page page = store_factors(backend, worker->layer, worker->kv_head, slot);
+
+    if (worker->whole_pages && backend->codec_k == backend->codec_v && backend->codec_k->attend) {
+        backend->codec_k->attend(queries, rank_k, rank_v, page.k, page.v, state->m, state->l,
+                                 state->o);
+        return;
+    }
+    backend->codec_k->score(queries, rank_k, page.k);
+    softmax(worker, backend->codec_v->left_operands, backend->geometry->policy.page_tokens, NULL,
+            state);
+    backend->codec_v->accumulate(queries, rank_v, page.v, scale, state->o);
+}
+
 /* Cached page `number` of the unit's item into `state`; `scale` is NULL for a run's first. */
 static void attend_page(const struct worker *worker, size_t number, const float *scale,
                         const struct state *state)
 {
     const struct backend *backend = worker->backend;
+    const struct codec_queries *queries = &worker->queries;
     const struct backend_item *item = worker->unit->item;
     const struct page *page = &item->table[number];
     size_t tokens = pages_tokens(&backend->geometry->policy, item->tokens, number);
+    struct dense_page dense;
 
     if (page->kind == SLOT_FACTOR) {
-        struct factor_page factors =
-            store_factors(backend, worker->layer, worker->kv_head, page->slot);
-
-        backend->codec_k->score(&worker->queries, backend->geometry->rank_k[worker->layer],
-                                factors.k);
-        softmax(worker, backend->codec_v->left_operands, tokens, NULL, state);
-        backend->codec_v->accumulate(&worker->queries, backend->geometry->rank_v[worker->layer],
-                                     factors.v, scale, state->o);
-    } else {
-        struct dense_page dense = store_dense(backend, worker->layer, worker->kv_head, page->slot);
-
-        score_dense(worker, dense.k, tokens);
-        softmax(worker, true, tokens, NULL, state);
-        accumulate_dense(worker, dense.v, tokens, scale, state->o);
+        attend_factors(worker, page->slot, scale, state);
+        return;
     }
+    dense = store_dense(backend, worker->layer, worker->kv_head, page->slot);
+    if (worker->whole_pages && tokens == backend->geometry->policy.page_tokens) {
+        queries->arithmetic->whole_pages.attend_dense(queries->rows, queries->q_left, dense.k,
+                                                      dense.v, state->m, state->l, state->o,
+                                                      queries->output_stride);
+        return;
+    }
+    score_dense(worker, dense.k, tokens);
+    softmax(worker, true, tokens, NULL, state);
+    accumulate_dense(worker, dense.v, tokens, scale, state->o);
 }
 
 /* Block `number` of the item's new tokens; causal in the unit's own. */
@@ -275,6 +307,9 @@ static void attend_run(const struct worker *worker, size_t run, const struct sta
     for (size_t i = 0; i < worker->queries.rows; i++) {
         state->m[i] = -INFINITY;
         state->l[i] = 0.0f;
+        if (worker->whole_pages)
+            memset(state->o + i * worker->queries.output_stride, 0,
+                   worker->queries.output_stride * sizeof *state->o);
     }
     if (run < cached) {
         end = cpu_min(first + RUN_PAGES, pages_count(&backend->geometry->policy, item->tokens));
@@ -303,6 +338,7 @@ static void take_unit(struct worker *worker, const struct attention_unit *unit, 
     worker->unit = unit;
     worker->kv_head = kv_head;
     worker->queries.rows = unit->tokens * cpu_group(worker->backend->geometry);
+    worker->whole_pages = fit_whole_pages(worker);
     worker->run = state_at(worker->scratch + layout->run, worker->queries.rows);
     worker->merged = state_at(worker->scratch + layout->merged, worker->queries.rows);
 }

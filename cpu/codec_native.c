@@ -86,6 +86,20 @@ static void native_accumulate(const struct codec_queries *queries, size_t rank,
         queries->inner, queries->inner_stride, scale, o, queries->output_stride);
 }
 
+static void native_attend(const struct codec_queries *queries, size_t rank_k, size_t rank_v,
+                          const unsigned char *k, const unsigned char *v, float *m, float *l,
+                          float *o)
+{
+    const struct geometry *geometry = queries->backend->geometry;
+    const struct matrix keys[2] = {part_of(geometry, PART_K_RIGHT, rank_k, k),
+                                   part_of(geometry, PART_K_LEFT, rank_k, k)};
+    const struct matrix values[2] = {part_of(geometry, PART_V_LEFT, rank_v, v),
+                                     part_of(geometry, PART_V_RIGHT, rank_v, v)};
+
+    queries->arithmetic->whole_pages.attend_factors(queries->rows, queries->q_left, keys, values, m,
+                                                    l, o, queries->output_stride);
+}
+
 static void native_row(const struct backend *backend, enum page_part part, size_t rank,
                        const unsigned char *page, size_t i, float *out)
 {
@@ -120,6 +134,7 @@ const struct codec codec_native = {
     .overflow = "its factors overflow the storage type",
     .score = native_score,
     .accumulate = native_accumulate,
+    .attend = native_attend,
     .row = native_row,
     .read = native_read,
 };

@@ -5,6 +5,7 @@
 
 #include "puzzlekv.h"
 
+#include <stdbool.h>
 #include <stdint.h>
 
 /*
@@ -92,6 +93,25 @@ typedef void kernel_merge(size_t rows, size_t n, float *m, float *l, float *o, c
 typedef void kernel_to_f32(size_t n, const void *from, float *to);
 typedef void kernel_from_f32(size_t n, const float *from, void *to);
 
+/*
+ * One whole page into states (m, l, o) of few rows: scores, softmax as above, o = o exp(m - m') +
+ * p V. q is split; o of a new state is 0. A page is K^T [d, P] and V [P, d], or k[0] k[1] and
+ * v[0] v[1].
+ */
+typedef void kernel_attend_dense(size_t rows, const float *q, struct matrix k, struct matrix v,
+                                 float *m, float *l, float *o, size_t ldo);
+typedef void kernel_attend_factors(size_t rows, const float *q, const struct matrix k[2],
+                                   const struct matrix v[2], float *m, float *l, float *o,
+                                   size_t ldo);
+
+/* Kernels for whole pages, and up to how many rows they are the faster ones. */
+struct whole_pages {
+    size_t rows; /* 0: there are none */
+    bool (*fit)(size_t page_tokens, size_t d, size_t rank);
+    kernel_attend_dense *attend_dense;
+    kernel_attend_factors *attend_factors;
+};
+
 /* What computes with matrices of one type. */
 struct arithmetic {
     kernel_pack *split; /* both NULL: left operands are f32 */
@@ -101,6 +121,7 @@ struct arithmetic {
     kernel_product *accumulate; /* of packed rows */
     kernel_chain *accumulate_chain;
     kernel_softmax *softmax;
+    struct whole_pages whole_pages;
 };
 
 struct kernels {

@@ -196,7 +196,7 @@ INLINE void multiply_row(size_t rows, size_t vectors, enum form form, bool secon
 }
 
 INLINE void sums_begin(size_t rows, size_t vectors, const float *scale, const float *c, size_t ldc,
-                       vector_f32 sum[TILE_MOST][PANEL_VECTORS])
+                       vector_f32 (*sum)[PANEL_VECTORS])
 {
     UNROLL
     for (size_t i = 0; i < rows; i++) {
@@ -206,8 +206,8 @@ INLINE void sums_begin(size_t rows, size_t vectors, const float *scale, const fl
     }
 }
 
-INLINE void sums_end(size_t rows, size_t vectors, vector_f32 sum[TILE_MOST][PANEL_VECTORS],
-                     float *c, size_t ldc)
+INLINE void sums_end(size_t rows, size_t vectors, vector_f32 (*sum)[PANEL_VECTORS], float *c,
+                     size_t ldc)
 {
     UNROLL
     for (size_t i = 0; i < rows; i++) {
@@ -449,7 +449,10 @@ static void bf16s_from_f32(size_t n, const float *from, void *to)
 }
 
 #define F32_OPERANDS(name)                                                                         \
-    NULL, NULL, product_##name, chain_##name, product_##name, chain_##name, softmax
+    NULL, NULL, product_##name, chain_##name, product_##name, chain_##name, softmax,               \
+    {                                                                                              \
+        .rows = 0                                                                                  \
+    }
 
 #ifndef OWN_BF16
 #define OWN_BF16 F32_OPERANDS(bf16)
