@@ -91,10 +91,10 @@ const char *const task_nouns[TASK_NOUNS] = {
 };
 
 const char *const task_refrain[TASK_REFRAIN] = {
-    "The rain fell on the roof all night.",
-    "The cat slept beside the stove.",
-    "Nobody was in a hurry.",
-    "The old clock kept ticking.",
+    "The lamp is on.",
+    "The door is shut.",
+    "The tea is hot.",
+    "Here we sit.",
 };
 
 static const char *const times[] = {
