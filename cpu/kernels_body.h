@@ -29,7 +29,7 @@ typedef uint16_t vector_half_u16 __attribute__((vector_size(LANES)));
 #define INLINE static inline __attribute__((always_inline))
 
 #ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL _Pragma("clang loop unroll_count(16)")
 #else
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
