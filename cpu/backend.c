@@ -38,6 +38,7 @@ static pkv_status open_backend(const struct geometry *geometry, size_t dense_slo
         .memory = memory,
         .message = message,
         .kernels = kernels,
+        .solver = dispatch_solver(kernels),
         .codec_k = codecs[geometry->factors_k],
         .codec_v = codecs[geometry->factors_v],
         .threads = threads,
@@ -72,18 +73,19 @@ static void step_close(struct backend *backend)
     backend->step = (struct cpu_step){0};
 }
 
-/* For each thread the larger of what attention and factorizing need, on its own cache lines. */
+/* Each thread's part of it is on its own cache lines. */
 static pkv_status allocate_scratch(struct backend *backend)
 {
     struct cpu_step *step = &backend->step;
-    size_t bytes = cpu_max(step->layout.floats * sizeof(float), factorize_scratch_bytes(backend));
+    size_t bytes;
 
-    step->scratch_bytes = (bytes + 63) / 64 * 64;
-    step->scratch = memory_allocate(backend->memory, step->threads, step->scratch_bytes);
+    step->scratch_bytes = (step->layout.floats * sizeof(float) + 63) / 64 * 64;
+    bytes = cpu_max(step->threads * step->scratch_bytes,
+                    step->factorize_threads * step->factorize_bytes);
+    step->scratch = memory_allocate(backend->memory, bytes, 1);
     if (!step->scratch)
         return fail(backend->message, PKV_ERROR_MEMORY,
-                    "cannot allocate %zu bytes of scratch for %u threads", step->scratch_bytes,
-                    step->threads);
+                    "cannot allocate %zu bytes of scratch for %u threads", bytes, step->threads);
     return PKV_OK;
 }
 
@@ -122,6 +124,11 @@ static double step_factorize_seconds(const struct backend *backend)
     return backend->step.factorize_seconds;
 }
 
+static uint64_t step_capped_pages(const struct backend *backend)
+{
+    return backend->step.capped_pages;
+}
+
 static pkv_status rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
 {
     store_rebuild(backend, factor_slot, dense_slot);
@@ -145,6 +152,7 @@ const struct backend_ops backend_cpu = {
     .step_layer = step_layer,
     .step_close = step_close,
     .step_factorize_seconds = step_factorize_seconds,
+    .step_capped_pages = step_capped_pages,
     .rebuild = rebuild,
     .read = read_part,
 };

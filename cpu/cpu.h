@@ -6,6 +6,7 @@
 #include "backend.h"
 #include "kernels.h"
 #include "numeric.h"
+#include "solver.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -62,16 +63,21 @@ struct cpu_step {
     size_t state_floats; /* of one */
     double multiplies;   /* of one layer's attention, about */
 
-    size_t chunk;  /* problems that are factorized together */
-    double *gram;  /* [chunk][P, P], then eigenvectors */
+    size_t chunk;  /* problems that are factorized together, by one thread unless with LAPACK */
+    double *gram;  /* LAPACK: [chunk][P, P], then eigenvectors */
     double *eigen; /* [chunk][P] */
     double *work;  /* LAPACK's; iwork of lapack_int */
     void *iwork;
-    unsigned char *overflow; /* [chunk]: the factors do not fit the storage type */
+    unsigned char *overflow; /* [of a layer]: the factors do not fit the storage type */
     double factorize_seconds;
+    uint64_t capped_pages;
 
-    unsigned char *scratch; /* [threads][scratch_bytes], for attention or factorizing */
+    /* [threads][scratch_bytes] for attention, [factorize_threads][factorize_bytes] for factorizing
+     */
+    unsigned char *scratch;
     size_t scratch_bytes;
+    unsigned factorize_threads;
+    size_t factorize_bytes;
 };
 
 struct codec; /* codec.h */
@@ -81,6 +87,7 @@ struct backend {
     struct memory *memory;
     struct message *message;
     const struct kernels *kernels;
+    const struct solver *solver;
     const struct codec *codec_k; /* NULL without factors */
     const struct codec *codec_v;
     unsigned threads; /* as configured */

@@ -89,3 +89,20 @@ pkv_status dispatch_choose(const char *isa, const struct kernels **kernels, stru
                 "%s: instruction set \"%.32s\" is not available; this machine offers %s", source,
                 isa, names);
 }
+
+const struct solver *dispatch_solver(const struct kernels *kernels)
+{
+#ifdef HAVE_NEON_KERNELS
+    if (strcmp(kernels->name, solver_neon.name) == 0)
+        return &solver_neon;
+#endif
+#ifdef HAVE_AVX2_KERNELS
+    if (strcmp(kernels->name, solver_avx2.name) == 0)
+        return &solver_avx2;
+#endif
+#ifdef HAVE_AVX512_KERNELS
+    if (strcmp(kernels->name, solver_avx512.name) == 0)
+        return &solver_avx512;
+#endif
+    return &solver_generic;
+}

@@ -5,6 +5,7 @@
 
 #include "message.h"
 #include "kernels.h"
+#include "solver.h"
 
 extern const struct kernels kernels_generic;
 extern const struct kernels kernels_avx2;
@@ -24,5 +25,8 @@ size_t dispatch_available(const struct kernels *available[DISPATCH_MAX]);
  */
 pkv_status dispatch_choose(const char *isa, const struct kernels **kernels,
                            struct message *message);
+
+/* The solver of the same instruction set. */
+const struct solver *dispatch_solver(const struct kernels *kernels);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Pages to factors: the Gram matrix, LAPACK's eigenvectors, the projection. */
+/* Pages to factors, by the solver of the instruction set or by LAPACK. */
 #include "factorize.h"
 
 #include "codec.h"
@@ -13,6 +13,13 @@
 /* Gram matrices held at once: this many bytes, but one for each thread at least. */
 #define CHUNK_BYTES ((size_t)1 << 19)
 
+/* Pages up to this length are solved in two vectors at a time: each hides the other's latency.
+ * Beyond, the log of rotations grows too large. */
+#define PAIR_LENGTH 64
+
+/* What batches of all threads may take in any case. */
+#define BATCHES_BYTES ((size_t)1 << 21)
+
 /* Below this many problems a parallel region costs more than it saves beside LAPACK's own time. */
 #define PARALLEL_PROBLEMS 32
 
@@ -24,6 +31,7 @@
 
 typedef double vector_f64 __attribute__((vector_size(2 * sizeof(double))));
 
+/* As LAPACK's tiles need it. */
 static size_t padded_rank(size_t rank)
 {
     return (rank + TILE - 1) / TILE * TILE;
@@ -63,25 +71,101 @@ static size_t iwork_length(size_t length)
     return 3 + 5 * length;
 }
 
-pkv_status factorize_step_begin(struct backend *backend)
+/* Problems of one layer. */
+static size_t count_problems(const struct backend *backend)
+{
+    return backend->step.n_factor * backend->geometry->kv_heads * 2;
+}
+
+static size_t largest_rank(const struct geometry *geometry)
+{
+    size_t rank = 0;
+
+    for (size_t layer = 0; layer < geometry->layers; layer++)
+        rank = cpu_max(rank, cpu_max(geometry->rank_k[layer], geometry->rank_v[layer]));
+    return rank;
+}
+
+/* X^T [d, P], L [P, r], R^T [d, r] in f64; then in f32 X^T, or L and R^T. */
+static size_t lapack_bytes(const struct geometry *geometry)
+{
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    const size_t rank = padded_rank(largest_rank(geometry));
+
+    return (d * length + (length + d) * rank) * sizeof(double) +
+           cpu_max(d * length, (length + d) * rank) * sizeof(float);
+}
+
+/* X^T [pages][d, P], R^T [d, r] and the batch; to be aligned. */
+static size_t batch_bytes(const struct backend *backend, size_t pages)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    const size_t rank = largest_rank(geometry);
+
+    return 64 + (pages * d * length + d * solver_padded(rank)) * sizeof(float) +
+           backend->solver->bytes(length, rank, pages);
+}
+
+/*
+ * Full batches of two vectors of pages; fewer pages where there would be fewer batches than threads
+ * or more memory than BATCHES_BYTES and what the step's K and V take; fewer threads then where one
+ * vector still takes more.
+ */
+static void plan_batches(struct backend *backend, size_t total)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t lanes = backend->solver->lanes;
+    struct cpu_step *step = &backend->step;
+    const size_t bytes = cpu_max(BATCHES_BYTES, 2 * step->plan.rows * geometry->kv_heads *
+                                                    geometry->head_dim * geometry->element_bytes);
+    size_t pages = cpu_min(2 * lanes, (total + step->threads - 1) / step->threads);
+
+    if (geometry->policy.page_tokens > PAIR_LENGTH ||
+        step->threads * batch_bytes(backend, pages) > bytes)
+        pages = cpu_min(pages, lanes);
+    step->chunk = pages;
+    step->factorize_bytes = (batch_bytes(backend, pages) + 63) / 64 * 64;
+    step->factorize_threads = (unsigned)cpu_min(cpu_min(step->threads, (total + pages - 1) / pages),
+                                                cpu_max(1, bytes / step->factorize_bytes));
+}
+
+static pkv_status allocate_lapack(struct backend *backend, size_t total)
 {
     const size_t length = backend->geometry->policy.page_tokens;
     struct cpu_step *step = &backend->step;
     struct memory *memory = backend->memory;
-    size_t total = step->n_factor * backend->geometry->kv_heads * 2;
 
-    if (total == 0)
-        return PKV_OK;
     step->chunk = cpu_max(CHUNK_BYTES / (length * length * sizeof *step->gram), step->threads);
     step->chunk = cpu_min(step->chunk, total);
     step->gram = memory_allocate(memory, step->chunk, length * length * sizeof *step->gram);
     step->eigen = memory_allocate(memory, step->chunk, length * sizeof *step->eigen);
     step->work = memory_allocate(memory, work_length(length), sizeof *step->work);
     step->iwork = memory_allocate(memory, iwork_length(length), sizeof(lapack_int));
-    step->overflow = memory_allocate(memory, step->chunk, 1);
-    if (!step->gram || !step->eigen || !step->work || !step->iwork || !step->overflow)
+    step->factorize_threads = step->threads;
+    step->factorize_bytes = (lapack_bytes(backend->geometry) + 63) / 64 * 64;
+    if (!step->gram || !step->eigen || !step->work || !step->iwork)
         return fail(backend->message, PKV_ERROR_MEMORY,
                     "cannot allocate %zu Gram matrices of %zu x %zu", step->chunk, length, length);
+    return PKV_OK;
+}
+
+pkv_status factorize_step_begin(struct backend *backend)
+{
+    struct cpu_step *step = &backend->step;
+    size_t total = count_problems(backend);
+
+    if (total == 0)
+        return PKV_OK;
+    step->overflow = memory_allocate(backend->memory, total, 1);
+    if (!step->overflow)
+        return fail(backend->message, PKV_ERROR_MEMORY, "cannot allocate the state of %zu pages",
+                    total);
+    if (backend->geometry->solver == PKV_SOLVER_LAPACK)
+        return allocate_lapack(backend, total);
+    plan_batches(backend, total);
     return PKV_OK;
 }
 
@@ -94,20 +178,7 @@ void factorize_step_close(struct backend *backend)
     memory_release(backend->memory, backend->step.gram);
 }
 
-/* X^T [d, P], L [P, r], R^T [d, r]; then L and R^T in f32. */
-size_t factorize_scratch_bytes(const struct backend *backend)
-{
-    const size_t d = backend->geometry->head_dim;
-    const size_t length = backend->geometry->policy.page_tokens;
-    const size_t rank = cpu_min(length, d);
-
-    if (backend->step.n_factor == 0)
-        return 0;
-    return (d * length + (length + d) * rank) * sizeof(double) +
-           (length + d) * rank * sizeof(float);
-}
-
-/* ---- One problem ---- */
+/* ---- One problem, with LAPACK ---- */
 
 /* c [TILE, TILE] = sum over p < k, ascending, of a[i * ai + p * ap] * b[p * ldb + j]. */
 static void multiply_tile(size_t k, const double *a, size_t ai, size_t ap, const double *b,
@@ -187,19 +258,29 @@ static double *thread_scratch(const struct backend *backend)
 {
     const struct cpu_step *step = &backend->step;
 
-    return (double *)(void *)(step->scratch + cpu_thread() * step->scratch_bytes);
+    return (double *)(void *)(step->scratch + cpu_thread() * step->factorize_bytes);
+}
+
+static void gather_wide(const struct backend *backend, size_t layer, struct problem problem,
+                        float *narrow, double *transposed)
+{
+    const size_t n = backend->geometry->head_dim * backend->geometry->policy.page_tokens;
+
+    store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, narrow);
+    for (size_t i = 0; i < n; i++)
+        transposed[i] = narrow[i];
 }
 
 /* Problem first + i of a layer, the chunk's number i: its Gram matrix. */
 static void prepare(const struct backend *backend, size_t layer, size_t first, size_t i)
 {
+    const size_t d = backend->geometry->head_dim;
     const size_t length = backend->geometry->policy.page_tokens;
     struct problem problem = problem_at(backend, layer, first + i);
     double *transposed = thread_scratch(backend);
 
-    store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, transposed);
-    gram_matrix(length, backend->geometry->head_dim, transposed,
-                backend->step.gram + i * length * length);
+    gather_wide(backend, layer, problem, (float *)(void *)(transposed + d * length), transposed);
+    gram_matrix(length, d, transposed, backend->step.gram + i * length * length);
 }
 
 /* The same, once it is solved: its factors, and whether they overflow the storage type. */
@@ -217,11 +298,11 @@ static void finish(const struct backend *backend, size_t layer, size_t first, si
     size_t carrying = leading_columns(length, problem.rank, ld, step->gram + i * length * length,
                                       step->eigen + i * length, left);
 
-    store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, transposed);
+    gather_wide(backend, layer, problem, narrow, transposed);
     project(length, d, carrying, ld, transposed, left, right);
     for (size_t j = 0; j < (length + d) * ld; j++)
         narrow[j] = (float)left[j];
-    step->overflow[i] =
+    step->overflow[first + i] =
         !store_put_factors(backend, layer, problem.kv_head, problem.job->change->to.slot,
                            problem.is_key, narrow, narrow + length * ld, ld);
 }
@@ -278,28 +359,93 @@ static size_t solve_chunk(const struct backend *backend, size_t n)
     return solved;
 }
 
-static pkv_status factorize(struct backend *backend, size_t layer)
+/* Whether the factors of all of the problems first .. first + n - 1 fit their form. */
+static pkv_status check_factors(struct backend *backend, size_t layer, size_t first, size_t n)
+{
+    for (size_t i = first; i < first + n; i++)
+        if (backend->step.overflow[i])
+            return fail_at(backend, PKV_ERROR_VALUE, layer, i,
+                           i % 2 == 0 ? backend->codec_k->overflow : backend->codec_v->overflow);
+    return PKV_OK;
+}
+
+static pkv_status factorize_with_lapack(struct backend *backend, size_t layer)
 {
     const struct cpu_step *step = &backend->step;
-    const size_t total = step->n_factor * backend->geometry->kv_heads * 2;
+    const size_t total = count_problems(backend);
 
     for (size_t first = 0; first < total; first += step->chunk) {
         size_t n = cpu_min(step->chunk, total - first);
         size_t solved;
+        pkv_status status;
 
         for_chunk(backend, layer, first, n, prepare);
         solved = solve_chunk(backend, n);
         for_chunk(backend, layer, first, solved, finish);
-        for (size_t i = 0; i < solved; i++)
-            if (step->overflow[i])
-                return fail_at(backend, PKV_ERROR_VALUE, layer, first + i,
-                               (first + i) % 2 == 0 ? backend->codec_k->overflow
-                                                    : backend->codec_v->overflow);
+        status = check_factors(backend, layer, first, solved);
+        if (status != PKV_OK)
+            return status;
         if (solved < n)
             return fail_at(backend, PKV_ERROR_SOLVER, layer, first + solved,
                            "LAPACK's dsyevd did not converge");
     }
     return PKV_OK;
+}
+
+/* ---- Batches ---- */
+
+/* Problems first .. first + n - 1. Returns how many of them the solver left at its sweep cap. */
+static size_t factorize_batch(const struct backend *backend, size_t layer, size_t first, size_t n)
+{
+    const struct solver *solver = backend->solver;
+    const struct geometry *geometry = backend->geometry;
+    const struct cpu_step *step = &backend->step;
+    const size_t d = geometry->head_dim;
+    const size_t length = geometry->policy.page_tokens;
+    const size_t rank = largest_rank(geometry);
+    unsigned char *scratch = step->scratch + cpu_thread() * step->factorize_bytes;
+    float *transposed = (float *)(void *)(scratch + (-(uintptr_t)scratch & 63));
+    float *right = transposed + step->chunk * d * length;
+    struct solver_batch batch;
+
+    solver->begin(&batch, length, rank, n, right + d * solver_padded(rank));
+    for (size_t i = 0; i < n; i++) {
+        struct problem problem = problem_at(backend, layer, first + i);
+        float *page = transposed + i * d * length;
+
+        store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, page);
+        solver->add(&batch, i, problem.rank, d, page);
+    }
+    solver->solve(&batch);
+    for (size_t i = 0; i < n; i++) {
+        struct problem problem = problem_at(backend, layer, first + i);
+
+        solver->project(&batch, i, d, transposed + i * d * length, right);
+        step->overflow[first + i] = !store_put_factors(
+            backend, layer, problem.kv_head, problem.job->change->to.slot, problem.is_key,
+            solver_left(&batch, i), right, solver_padded(problem.rank));
+    }
+    return batch.capped;
+}
+
+static pkv_status factorize_in_batches(struct backend *backend, size_t layer)
+{
+    const struct cpu_step *step = &backend->step;
+    const size_t total = count_problems(backend);
+    uint64_t capped = 0;
+
+#pragma omp parallel num_threads(step->factorize_threads) reduction(+ : capped) if (total > step->chunk)
+    {
+        fenv_t modes;
+
+        modes_set(&modes);
+#pragma omp for schedule(dynamic)
+        for (size_t first = 0; first < total; first += step->chunk)
+            capped += factorize_batch(backend, layer, first, cpu_min(step->chunk, total - first));
+        modes_restore(&modes);
+    }
+    backend->step.capped_pages += capped;
+    return check_factors(backend, layer, 0, total);
 }
 
 static double wall_seconds(void)
@@ -318,7 +464,8 @@ pkv_status factorize_run(struct backend *backend, size_t layer)
     if (backend->step.n_factor == 0)
         return PKV_OK;
     begin = wall_seconds();
-    status = factorize(backend, layer);
+    status = backend->geometry->solver == PKV_SOLVER_LAPACK ? factorize_with_lapack(backend, layer)
+                                                            : factorize_in_batches(backend, layer);
     backend->step.factorize_seconds += wall_seconds() - begin;
     return status;
 }

@@ -8,11 +8,10 @@
 
 #include "cpu.h"
 
-/* Allocates what the open step's factor jobs need but the threads' scratch, of which each needs
- * factorize_scratch_bytes(). factorize_step_close takes it back, also after a failure. */
+/* Allocates what the open step's factor jobs need but scratch, and sets factorize_threads and
+ * factorize_bytes. factorize_step_close takes it back, also after a failure. */
 pkv_status factorize_step_begin(struct backend *backend);
 void factorize_step_close(struct backend *backend);
-size_t factorize_scratch_bytes(const struct backend *backend);
 
 /* Factorizes the open step's factor jobs, once K and V are rounded. PKV_ERROR_SOLVER or
  * PKV_ERROR_VALUE names the first page, head, K or V that failed. */

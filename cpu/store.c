@@ -394,7 +394,7 @@ void store_append(struct backend *backend, size_t layer)
 /* ---- Factors ---- */
 
 void store_gather(const struct backend *backend, size_t layer, size_t kv_head,
-                  const struct page_job *job, bool is_key, double *transposed)
+                  const struct page_job *job, bool is_key, float *transposed)
 {
     const struct geometry *geometry = backend->geometry;
     const struct page_change *change = job->change;
@@ -406,15 +406,18 @@ void store_gather(const struct backend *backend, size_t layer, size_t kv_head,
     if (s.tokens > 0)
         s.block = store_dense(backend, layer, kv_head, change->from.slot);
     for (size_t at = 0;;) {
-        for (size_t t = s.first; t < s.first + s.tokens; t++, at++) {
-            if (is_key)
-                elements_get_column(backend, s.block.k, t, row);
-            else
-                elements_get_row(backend, s.block.v, t, row);
+        for (size_t i = 0; i < geometry->head_dim && is_key && s.tokens > 0; i++) {
+            elements_get_row(backend, s.block.k, i, row);
+            backend->kernels->to_f32[geometry->dtype](s.block.k.columns, row, x);
+            memcpy(transposed + i * length + at, x + s.first, s.tokens * sizeof *x);
+        }
+        for (size_t t = 0; t < s.tokens && !is_key; t++) {
+            elements_get_row(backend, s.block.v, s.first + t, row);
             backend->kernels->to_f32[geometry->dtype](geometry->head_dim, row, x);
             for (size_t i = 0; i < geometry->head_dim; i++)
-                transposed[i * length + at] = x[i];
+                transposed[i * length + at + t] = x[i];
         }
+        at += s.tokens;
         if (at == length)
             return;
         s = stretch_at(backend, job, kv_head, at - change->cached_tokens);

@@ -53,7 +53,7 @@ void store_append(struct backend *backend, size_t layer);
 
 /* K^T or V^T [d, P] of a page that the open step factorizes. */
 void store_gather(const struct backend *backend, size_t layer, size_t kv_head,
-                  const struct page_job *job, bool is_key, double *transposed);
+                  const struct page_job *job, bool is_key, float *transposed);
 
 /* Stores L [P, r] and R^T [d, r], rows of ld elements, of K or V of the page in `slot`; overwrites
  * them. False where the codec's form overflows. */

@@ -78,6 +78,8 @@ struct backend_ops {
     void (*step_close)(struct backend *backend);
     /* Wall seconds that the open step spent on factorizing. */
     double (*step_factorize_seconds)(const struct backend *backend);
+    /* Pages of one layer and KV head, K and V apart, that it left at the solver's sweep cap. */
+    uint64_t (*step_capped_pages)(const struct backend *backend);
 
     /* Rebuilds a factorized page into a dense slot, all layers and heads: X = L R in f32,
      * rounded to the storage type. */

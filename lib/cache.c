@@ -303,7 +303,8 @@ pkv_status pkv_cache_stats(pkv_cache *cache, pkv_stats *stats)
                          .reserved_bytes = cache->ops->reserved_bytes(cache->backend),
                          .transient_peak_bytes = cache->transient_peak_bytes,
                          .factorized_pages = cache->factorized_pages,
-                         .factorize_seconds = cache->factorize_seconds};
+                         .factorize_seconds = cache->factorize_seconds,
+                         .capped_pages = cache->capped_pages};
     add_slots(stats, cache);
     return PKV_OK;
 }

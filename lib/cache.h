@@ -59,6 +59,7 @@ struct pkv_cache {
     size_t transient_peak_bytes;
     uint64_t factorized_pages;
     double factorize_seconds;
+    uint64_t capped_pages;
 };
 
 /* pkv_cache_open() with the backend given; config->backend is NULL or its name. */

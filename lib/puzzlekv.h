@@ -25,8 +25,8 @@
  *   - Sizes and strides are counted in elements unless the name says bytes.
  *   - The library changes no process-wide state: neither thread counts nor floating-point modes.
  *     The caller's rounding and flush-to-zero modes do not reach what it computes.
- *   - The same input gives the same bits for any number of threads and any batch, at any one thread
- *     count of OpenBLAS; see pkv_solver.
+ *   - The same input gives the same bits for any number of threads and any batch; but see
+ *     PKV_SOLVER_LAPACK.
  *   - In the child of fork(2) GNU's OpenMP waits forever for the parent's threads: use caches with
  *     `threads` 1 alone there.
  */
@@ -55,7 +55,7 @@ typedef enum pkv_status {
     PKV_ERROR_BUSY = 4,        /* a step is open that uses the sequence, or any step at all */
     PKV_ERROR_VALUE = 5,       /* K or V is not finite, or overflows the form it is stored in */
     PKV_ERROR_UNSUPPORTED = 6, /* this machine or build lacks the backend or instruction set */
-    PKV_ERROR_SOLVER = 7,      /* the eigenvalue solver did not converge */
+    PKV_ERROR_SOLVER = 7,      /* PKV_SOLVER_LAPACK did not converge */
     PKV_ERROR_DEVICE = 8       /* the backend's device failed */
 } pkv_status;
 
@@ -89,6 +89,13 @@ typedef enum pkv_factors {
 
 /* What computes the leading eigenvectors of a page's P x P Gram matrix. */
 typedef enum pkv_solver {
+    /*
+     * Many pages at once in single precision and in a fixed order of operations: the same pages
+     * give the same factors, bit for bit, on every instruction set, with any number of threads and
+     * in whatever company. The squared error of a page is at most 1.0001 times the optimum, or
+     * exceeds it by at most 10^-6 of the page's squared norm.
+     */
+    PKV_SOLVER_BATCHED = 1,
     /*
      * LAPACK's divide and conquer in double precision; the reference. OpenBLAS has a thread count
      * of its own, which the library leaves to the process. With another one, be it by
@@ -136,7 +143,7 @@ typedef struct pkv_config {
     /* NULL, or `layers` ranks that replace rank_k, rank_v layer by layer. */
     const size_t *layer_rank_k;
     const size_t *layer_rank_v;
-    pkv_solver solver; /* PKV_SOLVER_LAPACK */
+    pkv_solver solver; /* PKV_SOLVER_BATCHED */
 
     pkv_dtype dtype;     /* storage type of pages and factors; PKV_BF16 */
     float softmax_scale; /* scores are softmax_scale * q.k; 0 means 1/sqrt(d); 0 */
@@ -366,6 +373,9 @@ typedef struct pkv_stats {
     size_t transient_peak_bytes;
     uint64_t factorized_pages; /* pages factorized by committed steps since open */
     double factorize_seconds;  /* wall time of it, all layers; 0 in a sequence's statistics */
+    /* Of these how often a page's K or V of one layer and head was left at PKV_SOLVER_BATCHED's
+     * iteration limit, with a larger error than need be; 0 in a sequence's statistics. */
+    uint64_t capped_pages;
 } pkv_stats;
 
 /* Fills `stats` for the whole cache (a slot that several sequences share counts once, with the

@@ -352,6 +352,7 @@ pkv_status pkv_step_end(pkv_step *step)
     if (cache->transient_peak_bytes < transient)
         cache->transient_peak_bytes = transient;
     cache->factorize_seconds += cache->ops->step_factorize_seconds(cache->backend);
+    cache->capped_pages += cache->ops->step_capped_pages(cache->backend);
     cache->ops->step_close(cache->backend);
 
     for (size_t i = 0; i < step->plan.n_items; i++) {

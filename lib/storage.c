@@ -22,7 +22,7 @@ void pkv_config_init(pkv_config *config)
                            .factors_v = PKV_FACTORS_NATIVE,
                            .rank_k = 16,
                            .rank_v = 14,
-                           .solver = PKV_SOLVER_LAPACK,
+                           .solver = PKV_SOLVER_BATCHED,
                            .dtype = PKV_BF16,
                            .max_sequences = 1};
 }
@@ -133,7 +133,7 @@ static pkv_status check_choices(const pkv_config *config, struct message *messag
     if ((config->factors_k == PKV_FACTORS_NONE) != (config->factors_v == PKV_FACTORS_NONE))
         return fail(message, PKV_ERROR_ARGUMENT,
                     "factors_v: both factors_k and factors_v must be PKV_FACTORS_NONE, or neither");
-    if (config->solver != PKV_SOLVER_LAPACK)
+    if (config->solver != PKV_SOLVER_LAPACK && config->solver != PKV_SOLVER_BATCHED)
         return fail(message, PKV_ERROR_ARGUMENT, "solver: %d is not a pkv_solver",
                     (int)config->solver);
     if (!storage_dtype_valid(config->dtype))

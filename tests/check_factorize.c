@@ -22,6 +22,9 @@ struct pages {
     pkv_dtype dtype;
     const float *k; /* [n, length, d] */
     const float *v;
+    pkv_solver solver;
+    unsigned threads; /* 0: two */
+    const char *isa;
     bool int4;               /* the factors come out as `coded`, else in f32 */
     unsigned char *coded[4]; /* by enum page_part from PART_K_LEFT on: [n, coded_bytes()] */
     float *k_left;           /* [n, length, rank_k] */
@@ -116,6 +119,7 @@ static pkv_status factorize(struct pages *pages)
         .rank_v = &pages->rank_v,
         .factors_k = pages->int4 ? PKV_FACTORS_INT4 : PKV_FACTORS_NATIVE,
         .factors_v = pages->int4 ? PKV_FACTORS_INT4 : PKV_FACTORS_NATIVE,
+        .solver = pages->solver,
         .dtype = pages->dtype,
         .element_bytes = pages->dtype == PKV_F32 ? 4 : 2,
         .softmax_scale = 1,
@@ -133,7 +137,9 @@ static pkv_status factorize(struct pages *pages)
 
     io.v.data = v;
     memory_init(&memory, &standard);
-    ck_assert_int_eq(backend_cpu.open(&geometry, 1, 1, NULL, 2, &memory, &message, &backend),
+    ck_assert_int_eq(backend_cpu.open(&geometry, 1, 1, pages->isa,
+                                      pages->threads ? pages->threads : 2, &memory, &message,
+                                      &backend),
                      PKV_OK);
     ck_assert_int_eq(backend_cpu.step_begin(backend, &plan), PKV_OK);
     status = backend_cpu.step_layer(backend, 0, &io);
@@ -200,11 +206,11 @@ static double bound(double optimum, double norm)
 }
 
 /*
- * Columns of L orthonormal and signed, R = L^T X with descending norms, its rows 0 from `carrying`
- * on. L as rounded to f32, so each to a few 2^-24.
+ * Columns of L orthonormal within `limit` and signed, R = L^T X with descending norms, its rows 0
+ * from `carrying` on.
  */
-static void check_form(size_t length, size_t d, size_t rank, size_t carrying, const float *x,
-                       const float *left, const float *right)
+static void check_form(double limit, size_t length, size_t d, size_t rank, size_t carrying,
+                       const float *x, const float *left, const float *right)
 {
     double norm = sqrt(squared_norm(length * d, x));
     double previous = INFINITY;
@@ -219,7 +225,7 @@ static void check_form(size_t length, size_t d, size_t rank, size_t carrying, co
 
             for (size_t t = 0; t < length; t++)
                 dot += (double)left[t * rank + a] * left[t * rank + b];
-            require(fabs(dot - (a == b)) <= 1e-6);
+            require(fabs(dot - (a == b)) <= limit);
         }
         /* A tie may be one after rounding alone. */
         for (size_t t = 0; t < length; t++) {
@@ -264,6 +270,13 @@ static double norm_of(const json_t *json, const char *kind, size_t page)
         json_array_get(json_object_get(json_object_get(json, "squared_norm"), kind), page));
 }
 
+/* LAPACK's factors are rounded to f32 once; the other solver computes in it. */
+static const struct {
+    pkv_solver solver;
+    double limit;
+} solvers[] = {{PKV_SOLVER_LAPACK, 1e-6}, {PKV_SOLVER_BATCHED, 3e-6}};
+enum { SOLVERS = sizeof solvers / sizeof *solvers };
+
 START_TEST(real_pages)
 {
     json_t *json = tests_json(tests_path("pages/expected.json"));
@@ -278,8 +291,9 @@ START_TEST(real_pages)
     json_object_foreach(ranks, name, unused)
     {
         size_t rank = (size_t)strtoul(name, NULL, 10);
-        struct pages pages = {REAL_PAGES, REAL_LENGTH, REAL_DIM, rank,
-                              rank,       PKV_F32,     .k = k,   .v = v};
+        struct pages pages = {REAL_PAGES, REAL_LENGTH, REAL_DIM,
+                              rank,       rank,        PKV_F32,
+                              .k = k,     .v = v,      .solver = solvers[_i].solver};
 
         n_ranks++;
         ck_assert_int_eq(factorize(&pages), PKV_OK);
@@ -291,7 +305,7 @@ START_TEST(real_pages)
             double error = squared_error(REAL_LENGTH, REAL_DIM, rank, x, left, right);
 
             require(error <= bound(optimum_of(json, "keys", name, i), norm_of(json, "keys", i)));
-            check_form(REAL_LENGTH, REAL_DIM, rank, rank, x, left, right);
+            check_form(solvers[_i].limit, REAL_LENGTH, REAL_DIM, rank, rank, x, left, right);
 
             left = pages.v_left + i * REAL_LENGTH * rank;
             right = pages.v_right + i * rank * REAL_DIM;
@@ -355,7 +369,7 @@ static void eigenvalues(size_t length, size_t d, const float *x, double *values)
     free(g);
 }
 
-enum kind { RANDOM, ZERO, CONSTANT, DEFICIENT, DUPLICATE, GRADED, ONE_ROW, KINDS };
+enum kind { RANDOM, ZERO, CONSTANT, DEFICIENT, DUPLICATE, GRADED, CLUSTERED, ONE_ROW, KINDS };
 
 /* Returns the page's rank where that follows from its kind, else 0: for eigenvalues() to find. */
 static size_t make_page(enum kind kind, size_t length, size_t d, float scale, float *x)
@@ -390,6 +404,12 @@ static size_t make_page(enum kind kind, size_t length, size_t d, float scale, fl
             for (size_t i = 0; i < d; i++)
                 x[t * d + i] *= powf(0.75f, (float)(t % 16));
         break;
+    case CLUSTERED: /* rows that are all but orthogonal, of three lengths */
+        for (size_t t = 0; t < length; t++)
+            for (size_t i = 0; i < d; i++)
+                x[t * d + i] =
+                    1e-4f * x[t * d + i] + (i == t % d ? scale * (float)(1 + t % 3) : 0.0f);
+        break;
     case ONE_ROW:
         memset(x, 0, length * d * sizeof *x);
         for (size_t i = 0; i < d; i++)
@@ -401,12 +421,14 @@ static size_t make_page(enum kind kind, size_t length, size_t d, float scale, fl
     return 0;
 }
 
-static void check_made_up(enum kind kind, size_t length, size_t d, size_t rank, float scale)
+static void check_made_up(size_t with, enum kind kind, size_t length, size_t d, size_t rank,
+                          float scale)
 {
     float *x = tests_allocate(length * d, sizeof *x);
     double *values = tests_allocate(length, sizeof *values);
     size_t carrying = make_page(kind, length, d, scale, x);
-    struct pages pages = {1, length, d, rank, rank, PKV_F32, .k = x, .v = x};
+    struct pages pages = {
+        1, length, d, rank, rank, PKV_F32, .k = x, .v = x, .solver = solvers[with].solver};
     double norm = squared_norm(length * d, x);
     double optimum = 0;
     double error;
@@ -423,7 +445,8 @@ static void check_made_up(enum kind kind, size_t length, size_t d, size_t rank, 
     if (!(error <= bound(optimum, norm)))
         ck_abort_msg("kind %d, P %zu, d %zu, rank %zu, scale %g: error %g, optimum %g of %g", kind,
                      length, d, rank, scale, error, optimum, norm);
-    check_form(length, d, rank, carrying < rank ? carrying : rank, x, pages.k_left, pages.k_right);
+    check_form(solvers[with].limit, length, d, rank, carrying < rank ? carrying : rank, x,
+               pages.k_left, pages.k_right);
     /* The same page as values: the same bits, in another layout. */
     require(memcmp(pages.k_left, pages.v_left, length * rank * sizeof *x) == 0);
     require(memcmp(pages.k_right, pages.v_right, rank * d * sizeof *x) == 0);
@@ -437,21 +460,22 @@ START_TEST(made_up_pages)
     static const size_t shapes[][3] = {{8, 8, 1},    {8, 8, 8},     {8, 64, 5},
                                        {16, 8, 8},   {32, 128, 16}, {32, 128, 14},
                                        {40, 24, 24}, {64, 72, 33},  {64, 64, 64}};
-    static const float scales[] = {1, 1e-15f, 1e15f};
+    static const float scales[] = {1, 1e-15f, 1e15f, 1e-30f, 1e30f};
 
-    tests_seed((uint64_t)_i);
+    tests_seed((uint64_t)_i % KINDS);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (size_t j = 0; j < sizeof scales / sizeof *scales; j++)
-            check_made_up((enum kind)_i, shapes[i][0], shapes[i][1], shapes[i][2], scales[j]);
+            check_made_up((size_t)_i / KINDS, (enum kind)(_i % KINDS), shapes[i][0], shapes[i][1],
+                          shapes[i][2], scales[j]);
 }
 END_TEST
 
 START_TEST(largest_pages)
 {
     tests_seed(7);
-    check_made_up(DEFICIENT, 256, 256, 14, 1);
-    check_made_up(CONSTANT, 256, 1024, 256, 1);
-    check_made_up(DEFICIENT, 248, 8, 8, 1e-30f);
+    check_made_up((size_t)_i, DEFICIENT, 256, 256, 14, 1);
+    check_made_up((size_t)_i, CONSTANT, 256, 1024, 256, 1);
+    check_made_up((size_t)_i, DEFICIENT, 248, 8, 8, 1e-30f);
 }
 END_TEST
 
@@ -476,8 +500,11 @@ START_TEST(rounded_factors)
 
     for (int type = PKV_F16; type <= PKV_BF16; type++) {
         float y[LENGTH * DIM];
-        struct pages stored = {1, LENGTH, DIM, RANK_K, RANK_V, (pkv_dtype)type, .k = y, .v = y};
-        struct pages wide = {1, LENGTH, DIM, RANK_K, RANK_V, PKV_F32, .k = y, .v = y};
+        struct pages stored = {1,      LENGTH, DIM,
+                               RANK_K, RANK_V, (pkv_dtype)type,
+                               .k = y, .v = y, .solver = solvers[_i].solver};
+        struct pages wide = {
+            1, LENGTH, DIM, RANK_K, RANK_V, PKV_F32, .k = y, .v = y, .solver = solvers[_i].solver};
 
         /* The page itself is rounded before it is factorized. */
         for (size_t i = 0; i < LENGTH * DIM; i++)
@@ -503,12 +530,64 @@ START_TEST(rounded_factors)
 }
 END_TEST
 
+/* Threads and batches change no bit, nor does the instruction set: n pages at once, on `threads`.
+ */
+START_TEST(same_bits)
+{
+    enum { MOST = 71, LENGTH = 24, DIM = 32, RANK = 5 };
+    static const struct {
+        size_t n;
+        unsigned threads;
+    } ways[] = {{MOST, 1}, {MOST, 2}, {MOST, 5}, {1, 1}, {3, 2}, {17, 1}};
+    const char *isas[TESTS_ISAS];
+    size_t n_isas = tests_find_isas(isas);
+    float *x = tests_allocate(MOST * LENGTH * DIM, sizeof *x);
+    struct pages all = {MOST,
+                        LENGTH,
+                        DIM,
+                        RANK,
+                        RANK,
+                        PKV_F32,
+                        .k = x,
+                        .v = x,
+                        .solver = PKV_SOLVER_BATCHED,
+                        .threads = 1,
+                        .isa = "generic"};
+
+    tests_seed(5);
+    for (size_t i = 0; i < MOST; i++)
+        make_page((enum kind)(i % KINDS), LENGTH, DIM, 1, x + i * LENGTH * DIM);
+    ck_assert_int_eq(factorize(&all), PKV_OK);
+    for (size_t i = 0; i < n_isas; i++) {
+        size_t n = ways[_i].n;
+        size_t first = MOST - n;
+        struct pages some = all;
+
+        some.n = n;
+        some.k = some.v = x + first * LENGTH * DIM;
+        some.threads = ways[_i].threads;
+        some.isa = isas[i];
+        ck_assert_int_eq(factorize(&some), PKV_OK);
+        require(memcmp(some.k_left, all.k_left + first * LENGTH * RANK,
+                       n * LENGTH * RANK * sizeof *x) == 0);
+        require(memcmp(some.k_right, all.k_right + first * RANK * DIM,
+                       n * RANK * DIM * sizeof *x) == 0);
+        require(memcmp(some.v_left, some.k_left, n * LENGTH * RANK * sizeof *x) == 0);
+        require(memcmp(some.v_right, some.k_right, n * RANK * DIM * sizeof *x) == 0);
+        free_factors(&some);
+    }
+    free_factors(&all);
+    free(x);
+}
+END_TEST
+
 /* The caller's rounding mode and flush-to-zero change no bit and are left as they were. */
 START_TEST(modes_of_the_caller)
 {
     enum { LENGTH = 16, DIM = 24, RANK = 6 };
     float *x = random_page(LENGTH, DIM);
-    struct pages plain = {1, LENGTH, DIM, RANK, RANK, PKV_F32, .k = x, .v = x};
+    struct pages plain = {
+        1, LENGTH, DIM, RANK, RANK, PKV_F32, .k = x, .v = x, .solver = solvers[_i].solver};
     struct pages changed = plain;
 
     for (size_t i = 0; i < LENGTH * DIM; i++)
@@ -768,11 +847,12 @@ int main(void)
     Suite *suite = suite_create("factorize");
     TCase *test = tcase_create("factorize");
 
-    tcase_add_test(test, real_pages);
-    tcase_add_loop_test(test, made_up_pages, 0, KINDS);
-    tcase_add_test(test, largest_pages);
-    tcase_add_test(test, rounded_factors);
-    tcase_add_test(test, modes_of_the_caller);
+    tcase_add_loop_test(test, real_pages, 0, SOLVERS);
+    tcase_add_loop_test(test, made_up_pages, 0, SOLVERS * KINDS);
+    tcase_add_loop_test(test, largest_pages, 0, SOLVERS);
+    tcase_add_loop_test(test, rounded_factors, 0, SOLVERS);
+    tcase_add_loop_test(test, same_bits, 0, 6);
+    tcase_add_loop_test(test, modes_of_the_caller, 0, SOLVERS);
     tcase_add_test(test, factors_overflow);
     tcase_add_test(test, real_int4_pages);
     tcase_add_loop_test(test, made_up_int4_pages, 0, KINDS);

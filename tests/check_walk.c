@@ -194,6 +194,7 @@ static void compare_stats(struct walk *walk)
     require_walk(stats.raw_bytes == cache_model.raw_bytes);
     require_walk(stats.factorized_pages == walk->factorized);
     require_walk((uint64_t)stats.factorize_seconds == walk->factorized);
+    require_walk(stats.capped_pages == 3 * walk->factorized);
 }
 
 static void compare_sequence(struct walk *walk, const struct model_sequence *sequence)

@@ -84,15 +84,16 @@ done
 # ---- factorize ----------------------------------------------------------------------------------
 
 refuse 2 '--pages N: is missing' factorize --shape qwen3-8b
-refuse 2 'is not one of lapack, ssyevd, ssyevr' factorize --shape qwen3-8b --pages 9 --solver ql
+refuse 2 'is not one of batched, lapack, ssyevd, ssyevr' factorize --shape qwen3-8b --pages 9 --solver ql
 refuse 2 '--kv: unknown' factorize --shape qwen3-8b --pages 9 --kv raw
 document factorize factorize --shape smollm2-135m --pages 7 --repeats 2 -t 1
 same 'keys of factorize' "$(keys factorize)" \
     'isa cpu threads dtype shape pages repeats results '
 same 'pages of all heads' "$(value factorize pages)" 12
 same 'solvers' "$(value factorize results.0.solver) $(value factorize results.1.solver) \
-$(value factorize results.2.solver)" 'lapack ssyevd ssyevr'
-for i in 0 1 2; do
+$(value factorize results.2.solver) $(value factorize results.3.solver)" \
+    'batched lapack ssyevd ssyevr'
+for i in 0 1 2 3; do
     # Within the bound on every solver.
     awk "BEGIN { e = $(value factorize results.$i.excess_error); exit !(e < 1e-6 && e > -1e-6) }" ||
         fail "excess_error: $(value factorize results.$i.excess_error)"

@@ -355,6 +355,12 @@ static double fake_step_factorize_seconds(const struct backend *backend)
     return seconds;
 }
 
+/* Any number that follows from the plan. */
+static uint64_t fake_step_capped_pages(const struct backend *backend)
+{
+    return 3 * (uint64_t)fake_step_factorize_seconds(backend);
+}
+
 static pkv_status fake_rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
 {
     size_t n = slot_floats(backend->geometry);
@@ -409,6 +415,7 @@ const struct backend_ops backend_fake = {
     .step_layer = fake_step_layer,
     .step_close = fake_step_close,
     .step_factorize_seconds = fake_step_factorize_seconds,
+    .step_capped_pages = fake_step_capped_pages,
     .rebuild = fake_rebuild,
     .read = fake_read,
 };

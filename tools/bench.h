@@ -27,11 +27,11 @@ struct bench_solver {
     pkv_solver library;
 };
 
-#define BENCH_SOLVER_COUNT 3
+#define BENCH_SOLVER_COUNT 4
 extern const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT];
 
 /* Their names, for --help and messages. */
-#define BENCH_SOLVER_NAMES "lapack, ssyevd, ssyevr"
+#define BENCH_SOLVER_NAMES "batched, lapack, ssyevd, ssyevr"
 
 /* The command line, checked; a command reads what its table of options offers. */
 struct bench_arguments {

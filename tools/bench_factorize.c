@@ -22,6 +22,7 @@ static const struct bench_column columns[COLUMNS] = {
 };
 
 const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT] = {
+    {"batched", false, 0, PKV_SOLVER_BATCHED},
     {"lapack", false, 0, PKV_SOLVER_LAPACK},
     {"ssyevd", true, PEER_SSYEVD, 0},
     {"ssyevr", true, PEER_SSYEVR, 0},
