@@ -41,6 +41,9 @@ refuse 2 'unknown policy; there are: puzzle, puzzle-int4, raw' info model.gguf -
 refuse 2 '--temp: unknown' info model.gguf --temp 1
 refuse 2 '--output: unknown' ppl model.gguf --output x
 refuse 2 'is not one of bf16, f16, f32' info model.gguf --dtype int8
+refuse 2 'TEXT: is missing' calibrate model.gguf -o out
+refuse 2 '--output FILE: is missing' calibrate model.gguf text
+refuse 2 'is not a whole number' calibrate model.gguf text -o out --sequences 0
 
 # ---- info ---------------------------------------------------------------------------------------
 
@@ -267,6 +270,26 @@ refuse 1 'tokens; --tokens asks for 9000' ppl "$model" -f "$source/COPYING" --to
 write_long_text "$work/long"
 refuse 1 "the model's context is 8192" ppl "$model" -f "$work/long" --tokens 9000 --prefill 1 \
     --kv raw
+# ---- calibrate ----------------------------------------------------------------------------------
+
+set -- calibrate "$model" "$source/COPYING" --sequences 3 --length 40
+for threads in 1 2; do
+    puzzlekv-eval "$@" -t $threads -o "$work/calibration$threads" > "$work/out" 2> "$work/err" ||
+        fail "calibrate: status $?: $(cat "$work/err")"
+    [ ! -s "$work/out" ] && [ ! -s "$work/err" ] || fail 'calibrate: prints something'
+done
+cmp "$work/calibration1" "$work/calibration2" || fail 'calibrations differ between threads'
+puzzlekv-eval "$@" --seed 43 -o "$work/calibration2" || fail "calibrate --seed: status $?"
+cmp -s "$work/calibration1" "$work/calibration2" && fail 'calibrate: the seed changes nothing'
+echo 'Too short.' > "$work/short"
+refuse 1 'short: has 4 tokens, fewer than the 1024 of a sequence' calibrate "$model" \
+    "$work/short" -o "$work/wrong"
+refuse 1 "the model's context is 8192" calibrate "$model" "$work/long" --length 9000 -o "$work/wrong"
+refuse 1 'No such file' calibrate "$model" "$work/none" -o "$work/wrong"
+no_output "$work/wrong"
+refuse 1 'short: is the input' calibrate "$model" "$work/short" --length 2 -o "$work/short"
+same 'the text afterwards' "$(cat "$work/short")" 'Too short.'
+
 {
     printf '[1'
     i=0

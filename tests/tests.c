@@ -70,6 +70,51 @@ json_t *tests_json(const char *path)
     return json;
 }
 
+static void list_fisher(json_t *header, const char *name, size_t begin, size_t layers)
+{
+    json_object_set_new(header, name,
+                        json_pack("{s:s, s:[I], s:[I, I]}", "dtype", "F32", "shape",
+                                  (json_int_t)layers, "data_offsets", (json_int_t)begin,
+                                  (json_int_t)(begin + layers * sizeof(float))));
+}
+
+void tests_add_fisher(const char *path, const float *k, const float *v, size_t layers)
+{
+    FILE *file = fopen(path, "r+b");
+    uint64_t length;
+    json_t *header;
+    char *text, *data;
+    size_t size;
+
+    ck_assert_msg(file != NULL, "cannot open %s", path);
+    ck_assert_uint_eq(fread(&length, sizeof length, 1, file), 1);
+    text = tests_allocate(length + 1, 1);
+    ck_assert_uint_eq(fread(text, 1, length, file), length);
+    header = json_loads(text, 0, NULL);
+    ck_assert_ptr_nonnull(header);
+    free(text);
+    fseek(file, 0, SEEK_END);
+    size = (size_t)ftell(file) - sizeof length - length;
+    data = tests_allocate(size, 1);
+    fseek(file, (long)(sizeof length + length), SEEK_SET);
+    ck_assert_uint_eq(fread(data, 1, size, file), size);
+
+    list_fisher(header, "fisher.k", size, layers);
+    list_fisher(header, "fisher.v", size + layers * sizeof *k, layers);
+    text = json_dumps(header, 0);
+    length = strlen(text);
+    rewind(file);
+    fwrite(&length, sizeof length, 1, file);
+    fwrite(text, 1, length, file);
+    fwrite(data, 1, size, file);
+    fwrite(k, sizeof *k, layers, file);
+    fwrite(v, sizeof *v, layers, file);
+    ck_assert_int_eq(fclose(file), 0);
+    json_decref(header);
+    free(text);
+    free(data);
+}
+
 void tests_make_folder(char folder[TESTS_FOLDER_BYTES])
 {
     const char *parent = getenv("TMPDIR");

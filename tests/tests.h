@@ -41,6 +41,10 @@ json_t *tests_json(const char *path);
 void tests_make_folder(char folder[TESTS_FOLDER_BYTES]);
 void tests_remove_folder(const char *folder);
 
+/* Adds Fisher information, k and v [layers], to a calibration of `puzzlekv-eval calibrate`, as
+ * tools/fisher.py does. */
+void tests_add_fisher(const char *path, const float *k, const float *v, size_t layers);
+
 /* ---- Memory ---- */
 
 /* `open`, which must refuse the file at `path` of `size` bytes, takes at most 40 times its size and

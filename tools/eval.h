@@ -29,7 +29,7 @@ struct eval_kv {
 /* The command line, checked; a command reads what its table of options offers. */
 struct eval_arguments {
     const char *model;
-    const char *file;     /* -f: text */
+    const char *file;     /* -f, or the second operand of calibrate: text */
     const char *ids_file; /* --tokens FILE */
     const char *output;   /* -o */
     size_t tokens;        /* --tokens N */
@@ -41,6 +41,7 @@ struct eval_arguments {
     enum task task;                                          /* --task */
     size_t length;                                           /* --length */
     size_t rows;                                             /* --rows */
+    size_t sequences;                                        /* --sequences */
     uint64_t seed;                                           /* --seed */
     bool chat;                                               /* --chat */
     pkv_dtype dtype;
@@ -62,12 +63,13 @@ bool eval_ppl(const struct eval_arguments *arguments, struct error *error);
 bool eval_ranks(const struct eval_arguments *arguments, struct error *error);
 bool eval_tasks(const struct eval_arguments *arguments, struct error *error);
 bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *error);
+bool eval_calibrate(const struct eval_arguments *arguments, struct error *error);
 
 /* The model's tokenizer; warns if there is doubt about it. */
 bool eval_tokenizer_open(const struct eval_arguments *arguments, struct tokenizer **tokenizer,
                          struct error *error);
 
-/* Appends the ids of --file, behind a BOS if the model asks for one, to `list`: at least --tokens
+/* Appends the ids of the text, behind a BOS if the model asks for one, to `list`: at least --tokens
  * of them, where that is given, which is at most the model's context. */
 bool eval_read_text(const struct eval_arguments *arguments, const struct model *model,
                     struct token_list *list, struct error *error);

@@ -25,6 +25,7 @@ enum {
     OPTION_TASK,
     OPTION_LENGTH,
     OPTION_ROWS,
+    OPTION_SEQUENCES,
     OPTION_SEED,
     OPTION_CHAT,
     OPTION_METRIC,
@@ -130,6 +131,15 @@ static const struct option_row generate_tasks_rows[] = {
     OPTION_ROWS_COMMON,
 };
 
+static const struct option_row calibrate_rows[] = {
+    {'o', "output", "FILE", "where the calibration goes, as safetensors"},
+    {OPTION_SEQUENCES, "sequences", "N", "how many sequences of the text are fed (256)"},
+    {OPTION_LENGTH, "length", "N", "tokens of each (1024)"},
+    {OPTION_SEED, "seed", "N", "seed of where they begin (42)"},
+    ROW_THREADS,
+    OPTION_ROWS_COMMON,
+};
+
 struct command {
     const char *name;
     struct option_table table;
@@ -203,10 +213,18 @@ static const struct command commands[] = {
      {NULL},
      PKV_BF16,
      eval_generate_tasks},
+    {"calibrate",
+     TABLE("puzzlekv-eval calibrate MODEL TEXT -o FILE [OPTION]...",
+           "Measures on TEXT, a file, what the policies palu and ojakv have to know of the model.",
+           calibrate_rows),
+     {'o'},
+     {NULL},
+     PKV_F32,
+     eval_calibrate},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
-#define COMMAND_NAMES "info, tokenize, logits, ppl, ranks, tasks, generate-tasks"
+#define COMMAND_NAMES "info, tokenize, logits, ppl, ranks, tasks, generate-tasks, calibrate"
 
 static const struct command *find_command(const char *name)
 {
@@ -265,6 +283,8 @@ static bool set_option(struct eval_arguments *a, int id, const char *value, stru
         return number_size("--length", value, 1, INT32_MAX, &a->length, error);
     case OPTION_ROWS:
         return number_size("--rows", value, 1, INT32_MAX, &a->rows, error);
+    case OPTION_SEQUENCES:
+        return number_size("--sequences", value, 1, INT32_MAX, &a->sequences, error);
     case OPTION_SEED:
         return option_seed(value, &a->seed, error);
     case OPTION_CHAT:
@@ -300,12 +320,16 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
                            struct eval_arguments *a, enum wish *wish, struct error *error)
 {
     bool seen[OPTION_COUNT] = {false};
+    const bool calibrates = command->run == eval_calibrate;
     const char *operands[2] = {NULL, NULL};
     const char *value;
     int id;
 
-    *a = (struct eval_arguments){
-        .threads = machine_threads(), .dtype = command->default_dtype, .seed = 42, .max_new = 128};
+    *a = (struct eval_arguments){.threads = machine_threads(),
+                                 .dtype = command->default_dtype,
+                                 .seed = 42,
+                                 .sequences = 256,
+                                 .max_new = 128};
     *wish = WISH_RUN;
     a->kv = calloc((size_t)argc + ABLATION_MOST + 2, sizeof *a->kv);
     if (a->kv == NULL)
@@ -323,11 +347,11 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
             return false;
         seen[id] = true;
     }
-    if (!options_operands(argc, argv, (const char *const[]){"MODEL", "FILE"},
-                          command->run == eval_tasks ? 2 : 1, operands, error))
+    if (!options_operands(argc, argv, (const char *const[]){"MODEL", calibrates ? "TEXT" : "FILE"},
+                          calibrates || command->run == eval_tasks ? 2 : 1, operands, error))
         return false;
     a->model = operands[0];
-    a->rows_file = operands[1];
+    *(calibrates ? &a->file : &a->rows_file) = operands[1];
     for (size_t i = 0; command->required[i] != 0; i++) {
         for (size_t row = 0; row < command->table.count; row++) {
             const struct option_row *option = &command->table.rows[row];

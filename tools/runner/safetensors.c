@@ -353,6 +353,11 @@ size_t safetensors_count(const struct safetensors *file)
     return file->count;
 }
 
+const char *safetensors_metadata(const struct safetensors *file, const char *key)
+{
+    return json_string_value(json_object_get(json_object_get(file->header, "__metadata__"), key));
+}
+
 const struct safetensors_tensor *safetensors_tensor(const struct safetensors *file,
                                                     const char *name)
 {

@@ -47,6 +47,9 @@ void safetensors_prefetch(const struct safetensors *file);
 
 size_t safetensors_count(const struct safetensors *file);
 
+/* An entry of the metadata of one file; NULL if there is none. It lives until safetensors_close. */
+const char *safetensors_metadata(const struct safetensors *file, const char *key);
+
 /* NULL if there is none of that name. The result lives until safetensors_close. */
 const struct safetensors_tensor *safetensors_tensor(const struct safetensors *file,
                                                     const char *name);
