@@ -287,6 +287,18 @@ refuse 1 'short: has 4 tokens, fewer than the 1024 of a sequence' calibrate "$mo
 refuse 1 "the model's context is 8192" calibrate "$model" "$work/long" --length 9000 -o "$work/wrong"
 refuse 1 'No such file' calibrate "$model" "$work/none" -o "$work/wrong"
 no_output "$work/wrong"
+puzzlekv-eval ppl "$model" -f "$source/COPYING" --tokens 60 --prefill 50 --kv raw \
+    --kv "palu:calibration=$work/calibration1,ratio=1" --json > "$work/palu.json" 2> "$work/err" ||
+    fail "ppl palu: status $?: $(cat "$work/err")"
+same 'warning of palu' "$(cat "$work/err")" "puzzlekv-eval: --kv palu: warning: the calibration \
+has no Fisher information, so the ranks are uniform"
+same 'spec of palu' "$(value palu results.1.kv_canonical)" \
+    "palu:calibration=$work/calibration1,ratio=1,ranks=uniform"
+kl=$(value palu results.1.kl)
+awk "BEGIN { exit !($kl < 1e-3 && $kl > -1e-3) }" || fail "ppl palu: kl at full rank is $kl"
+refuse 1 'is the calibration of another model' info "$tiny" \
+    --kv "palu:calibration=$work/calibration1"
+refuse 2 'calibration=FILE is missing' info "$tiny" --kv palu
 refuse 1 'short: is the input' calibrate "$model" "$work/short" --length 2 -o "$work/short"
 same 'the text afterwards' "$(cat "$work/short")" 'Too short.'
 

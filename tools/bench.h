@@ -14,6 +14,8 @@
 #include "kv_spec.h"
 #include "runner/model.h"
 
+#define BENCH_PROGRAM "puzzlekv-bench"
+
 struct bench_kv {
     const char *text; /* as typed */
     struct kv_spec spec;

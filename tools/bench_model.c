@@ -189,8 +189,10 @@ static bool open_contestant(const struct race *race, const struct model *model,
     c->factorize = calloc(a->repeats, sizeof *c->factorize);
     if (c->ttft == NULL || c->tpot == NULL || c->factorize == NULL)
         return error_set(error, "out of memory");
-    return kv_spec_resolve(&c->spec, model, error) &&
-           kv_store_open(&c->spec, &options, &c->store, error);
+    if (!kv_spec_resolve(&c->spec, model, error))
+        return false;
+    kv_spec_warn(&c->spec, BENCH_PROGRAM);
+    return kv_store_open(&c->spec, &options, &c->store, error);
 }
 
 static void close_contestant(struct contestant *c)

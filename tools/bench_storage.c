@@ -24,6 +24,7 @@ static bool measure(const struct bench_arguments *arguments, const struct bench_
 
     if (!kv->spec.policy->bytes(&kv->spec, &size, &bytes, error))
         return false;
+    kv_spec_warn(&kv->spec, BENCH_PROGRAM);
     row->name = kv->text;
     kv_spec_canonical(&kv->spec, row->canonical);
     row->values[0] = (double)bytes;

@@ -312,7 +312,6 @@ bool calibration_write(const struct kv_store *probe, const struct calibration_so
 struct calibration {
     const struct model *model;
     struct safetensors *file;
-    float *row; /* [hidden + head_dim * head_dim] */
 };
 
 /* The tensor of that name and shape. */
@@ -382,14 +381,16 @@ bool calibration_has_fisher(const struct calibration *c)
 
 /* Elements `first` .. first + count - 1. */
 static bool read_elements(const struct calibration *c, const struct safetensors_tensor *tensor,
-                          size_t first, size_t count, float *to, struct error *error)
+                          size_t first, size_t count, double *to, struct error *error)
 {
-    quant_info(QUANT_F32)->dequantise((const char *)tensor->data + first * sizeof(float), count,
-                                      to);
     for (size_t i = 0; i < count; i++) {
-        if (!isfinite(to[i]))
+        float element;
+
+        memcpy(&element, (const char *)tensor->data + (first + i) * sizeof element, sizeof element);
+        if (!isfinite(element))
             return error_set(error, "%s: tensor %s: element %zu is not finite",
                              safetensors_path(c->file), tensor->name, first + i);
+        to[i] = element;
     }
     return true;
 }
@@ -418,6 +419,14 @@ static bool check_file(const struct calibration *c, struct error *error)
     return true;
 }
 
+bool calibration_check(const struct kv_value *name, const char *text, struct error *error)
+{
+    return name->there || error_set(error,
+                                    "--kv %.80s: calibration=FILE is missing; puzzlekv-eval "
+                                    "calibrate writes one",
+                                    text);
+}
+
 bool calibration_open(const struct kv_value *name, const struct model *model,
                       struct calibration **calibration, struct error *error)
 {
@@ -426,20 +435,15 @@ bool calibration_open(const struct kv_value *name, const struct model *model,
 
     *calibration = NULL;
     snprintf(path, sizeof path, "%.*s", (int)name->file_length, name->file);
-    if (c != NULL)
-        c->row = malloc((model->hidden + model->head_dim * model->head_dim) * sizeof *c->row);
-    if (c == NULL || c->row == NULL) {
-        error_set(error, "%s: out of memory", path);
-        goto fail;
-    }
+    if (c == NULL)
+        return error_set(error, "%s: out of memory", path);
     c->model = model;
-    if (!safetensors_open(path, &c->file, error) || !check_file(c, error))
-        goto fail;
+    if (!safetensors_open(path, &c->file, error) || !check_file(c, error)) {
+        calibration_close(c);
+        return false;
+    }
     *calibration = c;
     return true;
-fail:
-    calibration_close(c);
-    return false;
 }
 
 void calibration_close(struct calibration *calibration)
@@ -447,7 +451,6 @@ void calibration_close(struct calibration *calibration)
     if (calibration == NULL)
         return;
     safetensors_close(calibration->file);
-    free(calibration->row);
     free(calibration);
 }
 
@@ -455,17 +458,9 @@ bool calibration_hidden(const struct calibration *c, size_t layer, double *momen
                         struct error *error)
 {
     const struct safetensors_tensor *tensor = find_hidden(c, layer, error);
-    const size_t n = c->model->hidden;
 
-    if (tensor == NULL)
-        return false;
-    for (size_t i = 0; i < n; i++) {
-        if (!read_elements(c, tensor, i * n, n, c->row, error))
-            return false;
-        for (size_t j = 0; j < n; j++)
-            moment[i * n + j] = c->row[j];
-    }
-    return true;
+    return tensor != NULL &&
+           read_elements(c, tensor, 0, c->model->hidden * c->model->hidden, moment, error);
 }
 
 bool calibration_head(const struct calibration *c, enum calibration_part part, size_t layer,
@@ -474,12 +469,14 @@ bool calibration_head(const struct calibration *c, enum calibration_part part, s
     const struct safetensors_tensor *tensor = find_heads(c, part, layer, error);
     const size_t d = c->model->head_dim;
 
-    if (tensor == NULL || !read_elements(c, tensor, kv_head * d * d, d * d, c->row, error))
+    if (tensor == NULL)
         return false;
-    for (size_t i = 0; i < d; i++) {
-        for (size_t j = 0; j < d; j++)
-            moment[element_of(c->model, part, i) * d + element_of(c->model, part, j)] =
-                c->row[i * d + j];
+    for (size_t i = 0; i < d * d; i++) {
+        const size_t row = element_of(c->model, part, i / d);
+        const size_t column = element_of(c->model, part, i % d);
+
+        if (!read_elements(c, tensor, kv_head * d * d + i, 1, &moment[row * d + column], error))
+            return false;
     }
     return true;
 }
@@ -490,17 +487,14 @@ bool calibration_fisher(const struct calibration *c, enum calibration_part part,
     const size_t layers = c->model->layer_count;
     const struct safetensors_tensor *tensor = find_tensor(c, fisher_name(part), 1, &layers, error);
     double sum = 0;
-    float value;
 
-    if (tensor == NULL)
+    if (tensor == NULL || !read_elements(c, tensor, 0, layers, values, error))
         return false;
     for (size_t l = 0; l < layers; l++) {
-        if (!read_elements(c, tensor, l, 1, &value, error))
-            return false;
-        if (value < 0)
+        if (values[l] < 0)
             return error_set(error, "%s: tensor %s: element %zu is negative",
                              safetensors_path(c->file), tensor->name, l);
-        sum += values[l] = value;
+        sum += values[l];
     }
     return sum > 0 ||
            error_set(error, "%s: tensor %s: is all 0", safetensors_path(c->file), tensor->name);

@@ -45,6 +45,9 @@ bool calibration_write(const struct kv_store *probe, const struct calibration_so
 
 struct calibration;
 
+/* Fails, with the spec's text, if the key that names the file was not typed. */
+bool calibration_check(const struct kv_value *name, const char *text, struct error *error);
+
 /* Opens the file that a key of the policy names. Checks that it is a calibration of a model of this
  * geometry and that its tensors are there. */
 bool calibration_open(const struct kv_value *name, const struct model *model,

@@ -21,6 +21,8 @@
 #include "task_rows.h"
 #include "task_score.h"
 
+#define EVAL_PROGRAM "puzzlekv-eval"
+
 struct eval_kv {
     const char *text; /* as typed */
     struct kv_spec spec;

@@ -219,8 +219,10 @@ bool eval_info(const struct eval_arguments *arguments, struct error *error)
     for (size_t i = 0; i < arguments->kv_count && done; i++) {
         struct kv_spec spec = arguments->kv[i].spec;
 
-        done = kv_spec_resolve(&spec, model, error) &&
-               footprint(arguments, model, &spec, model->context_length, &bytes, error);
+        done = kv_spec_resolve(&spec, model, error);
+        if (done)
+            kv_spec_warn(&spec, EVAL_PROGRAM);
+        done = done && footprint(arguments, model, &spec, model->context_length, &bytes, error);
     }
     if (done)
         done = (arguments->json ? print_document : print_table)(arguments, model, totals, lengths,

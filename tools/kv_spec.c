@@ -174,6 +174,16 @@ bool kv_spec_resolve(struct kv_spec *spec, const struct model *model, struct err
     return spec->policy->resolve == NULL || spec->policy->resolve(spec, model, error);
 }
 
+void kv_spec_warn(const struct kv_spec *spec, const char *program)
+{
+    char what[64];
+
+    if (spec->note == NULL)
+        return;
+    snprintf(what, sizeof what, "--kv %s", spec->policy->name);
+    warning_print(program, what, spec->note);
+}
+
 const struct kv_value *kv_spec_find(const struct kv_spec *spec, const char *key)
 {
     size_t i = find_key(spec->policy, key);

@@ -26,6 +26,7 @@ struct kv_value {
 struct kv_spec {
     const struct policy *policy;
     struct kv_value values[KV_SPEC_KEYS]; /* in the order of policy->keys */
+    const char *note;                     /* NULL, or of what kv_spec_warn() warns; a constant */
 };
 
 /* Parses name[:key=value[,key=value...]]; keys left out have their defaults, whatever the model.
@@ -36,6 +37,9 @@ bool kv_spec_parse(const char *text, struct kv_spec *spec, struct error *error);
 /* Fits the spec to a model, of which only the geometry is read; e.g. a ratio becomes ranks. Fails
  * with a geometry that the policy cannot serve. */
 bool kv_spec_resolve(struct kv_spec *spec, const struct model *model, struct error *error);
+
+/* Prints what resolving has found that the user should know, if anything, as a warning. */
+void kv_spec_warn(const struct kv_spec *spec, const char *program);
 
 /* The value of a key by its name; NULL if the policy has no such key, or it has no value. */
 const struct kv_value *kv_spec_find(const struct kv_spec *spec, const char *key);

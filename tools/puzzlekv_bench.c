@@ -12,8 +12,6 @@
 #include "runner/file_map.h"
 #include "shapes.h"
 
-static const char program[] = "puzzlekv-bench";
-
 /* ---- Commands and their options -------------------------------------------------------------- */
 
 enum {
@@ -522,7 +520,7 @@ int main(int argc, char **argv)
     struct error error;
     int code = EXIT_DONE;
 
-    machine_start_blas(program);
+    machine_start_blas(BENCH_PROGRAM);
     if (command != NULL) {
         if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
             code = EXIT_USAGE;
@@ -544,11 +542,11 @@ int main(int argc, char **argv)
         if (wish == WISH_HELP) {
             done = print_help(command, &error);
         } else if (wish == WISH_VERSION) {
-            done = options_version(program, &error);
+            done = options_version(BENCH_PROGRAM, &error);
         } else {
             machine_calm_threads(argv);
             interrupt_catch();
-            file_map_guard(program);
+            file_map_guard(BENCH_PROGRAM);
             done = command->run(&arguments, &error);
             progress_clear();
         }
@@ -556,7 +554,7 @@ int main(int argc, char **argv)
             code = interrupt_seen() ? EXIT_INTERRUPTED : EXIT_FAILED;
     }
     if (code != EXIT_DONE)
-        error_print(program, &error);
+        error_print(BENCH_PROGRAM, &error);
     free(arguments.kv);
     free(arguments.solvers);
     return code;

@@ -11,8 +11,6 @@
 #include "runner/file_map.h"
 #include "runner/tokenizer.h"
 
-static const char program[] = "puzzlekv-eval";
-
 /* ---- Commands and their options ----------------------------------------------------------------
  */
 
@@ -441,7 +439,7 @@ bool eval_tokenizer_open(const struct eval_arguments *arguments, struct tokenize
     if (!tokenizer_open(arguments->model, tokenizer, error))
         return false;
     if (tokenizer_doubt(*tokenizer) != NULL)
-        warning_print(program, arguments->model, tokenizer_doubt(*tokenizer));
+        warning_print(EVAL_PROGRAM, arguments->model, tokenizer_doubt(*tokenizer));
     return true;
 }
 
@@ -497,8 +495,10 @@ bool eval_cache_open(const struct eval_arguments *arguments, const struct model 
                                              .threads = arguments->threads};
 
     *cache = (struct eval_cache){.spec = *spec};
-    return kv_spec_resolve(&cache->spec, model, error) &&
-           kv_store_open(&cache->spec, &options, &cache->store, error);
+    if (!kv_spec_resolve(&cache->spec, model, error))
+        return false;
+    kv_spec_warn(&cache->spec, EVAL_PROGRAM);
+    return kv_store_open(&cache->spec, &options, &cache->store, error);
 }
 
 void eval_cache_close(struct eval_cache *cache)
@@ -550,7 +550,7 @@ int main(int argc, char **argv)
     struct error error;
     int code = EXIT_DONE;
 
-    machine_start_blas(program);
+    machine_start_blas(EVAL_PROGRAM);
     if (command != NULL) {
         if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
             code = EXIT_USAGE;
@@ -572,11 +572,11 @@ int main(int argc, char **argv)
         if (wish == WISH_HELP) {
             done = print_help(command, &error);
         } else if (wish == WISH_VERSION) {
-            done = options_version(program, &error);
+            done = options_version(EVAL_PROGRAM, &error);
         } else {
             machine_calm_threads(argv);
             interrupt_catch();
-            file_map_guard(program);
+            file_map_guard(EVAL_PROGRAM);
             done = (arguments.plot == NULL || plot_check(&error)) &&
                    expand_ablation(&arguments, &error) && command->run(&arguments, &error);
             progress_clear();
@@ -585,7 +585,7 @@ int main(int argc, char **argv)
             code = interrupt_seen() ? EXIT_INTERRUPTED : EXIT_FAILED;
     }
     if (code != EXIT_DONE)
-        error_print(program, &error);
+        error_print(EVAL_PROGRAM, &error);
     free(arguments.kv);
     return code;
 }

@@ -306,6 +306,7 @@ static bool open_generator(struct run *run, const struct token_list *prompt, str
     if (!choose_context(run, prompt->count, &cache->max_tokens, error) ||
         !kv_spec_resolve(&run->spec, run->model, error))
         return false;
+    kv_spec_warn(&run->spec, RUN_PROGRAM);
     cache->max_step_tokens = a->interactive ? cache->max_tokens : prompt->count;
     options.spec = run->spec;
     return generator_open(&run->generator, &options, error);

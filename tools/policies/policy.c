@@ -18,6 +18,7 @@ const struct policy *const policies[] = {
     &policy_streaming,
     &policy_snapkv,
     &policy_kivi,
+    &policy_palu,
 };
 /* clang-format on */
 

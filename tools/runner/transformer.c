@@ -2,11 +2,11 @@
 /* The forward pass of a decoder-only transformer whose KV cache a policy holds. */
 #include "transformer.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "products.h"
+#include "rms_norm.h"
 #include "rope.h"
 
 #define BLOCK PRODUCTS_BLOCK_ROWS
@@ -123,27 +123,6 @@ static size_t block_end(size_t position, size_t first, size_t count)
     size_t end = first + BLOCK - (position + first) % BLOCK;
 
     return end < count ? end : count;
-}
-
-/* The sum runs in 16 lanes, so that it vectorises without being reordered. */
-static void rms_norm(const float *x, const float *weight, size_t n, float epsilon, float *out)
-{
-    float lanes[16] = {0}, sum = 0;
-    size_t i = 0;
-
-    for (; i + 16 <= n; i += 16) {
-        for (size_t lane = 0; lane < 16; lane++)
-            lanes[lane] += x[i + lane] * x[i + lane];
-    }
-    for (; i < n; i++)
-        sum += x[i] * x[i];
-    for (size_t lane = 0; lane < 16; lane++)
-        sum += lanes[lane];
-
-    float scale = 1 / sqrtf(sum / (float)n + epsilon);
-
-    for (i = 0; i < n; i++)
-        out[i] = x[i] * scale * weight[i];
 }
 
 static void embed(struct transformer *t, const int32_t *tokens, size_t count, size_t position)
