@@ -158,7 +158,9 @@ typedef struct pkv_config {
 
     const char *backend; /* "cpu"; NULL means "cpu"; NULL */
     /* Instruction set: "generic", or what the machine offers of "avx2", "avx512", "neon". NULL
-     * means the environment variable PUZZLEKV_ISA if set, else the widest; NULL. */
+     * means the environment variable PUZZLEKV_ISA if set, else the widest; NULL. The same input
+     * gives the same bits with one instruction set; "avx512" is another one on processors that
+     * have its BF16 and VNNI instructions, which it uses. */
     const char *isa;
     unsigned threads; /* OpenMP threads of one call, at most 1024; 0 means OpenMP's default; 0 */
 
