@@ -31,7 +31,7 @@ typedef uint16_t vector_half_u16 __attribute__((vector_size(LANES)));
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll_count(16)")
 #else
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 #endif
 
 INLINE vector_f32 splat(float x)
