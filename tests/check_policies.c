@@ -613,6 +613,10 @@ START_TEST(test_bytes_by_hand)
         {"palu:calibration=^,ratio=0.1", 4, 4, 4 * 13 * 2 / 4},
         {"palu:calibration=^,ratio=1", 40, 40, 40 * token},
         {"puzzle:page=8,rk=5,rv=3,rope=pre", 101, 101, 10 * (8 * (8 + DIM) * 2) + 21 * token},
+        /* 30.5, 15.25, 7.6 and 7.6 by Fisher information; and at least 1 or `align` each. */
+        {"palu:calibration=^,ratio=0.48,align=8", 10, 10, 10 * (32 + 16 + 8 + 8) * 2 / 4},
+        {"palu:calibration=^,align=24,ratio=0.25", 10, 10, 10 * 96 * 2 / 4},
+        {"palu:calibration=@,ratio=0.001", 10, 10, 10 * 4 * 2 / 4},
     };
 
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -1163,7 +1167,7 @@ START_TEST(test_palu_spec)
     ck_assert(kv_spec_parse(text, &spec, &error) && kv_spec_resolve(&spec, &s.model, &error));
     ck_assert_ptr_nonnull(strstr(spec.note, "no Fisher information"));
     kv_spec_canonical(&spec, canonical);
-    ck_assert_ptr_nonnull(strstr(canonical, ",ratio=0.6,ranks=uniform"));
+    ck_assert_ptr_nonnull(strstr(canonical, ",ratio=0.6,ranks=uniform,align=1"));
     s.model.head_dim = 2 * DIM;
     ck_assert(!kv_spec_resolve(&spec, &s.model, &error));
     ck_assert_ptr_nonnull(strstr(error.text, "is the calibration of another model"));
@@ -1178,7 +1182,7 @@ START_TEST(test_palu_spec)
     ck_assert(kv_spec_parse(text, &spec, &error) && kv_spec_resolve(&spec, &s.model, &error));
     ck_assert_ptr_null(spec.note);
     kv_spec_canonical(&spec, canonical);
-    ck_assert_ptr_nonnull(strstr(canonical, ",ratio=0.6,ranks=fisher"));
+    ck_assert_ptr_nonnull(strstr(canonical, ",ratio=0.6,ranks=fisher,align=1"));
 
     snprintf(text, sizeof text, "palu:calibration=%s/none", folder);
     ck_assert(kv_spec_parse(text, &spec, &error));

@@ -293,7 +293,7 @@ puzzlekv-eval ppl "$model" -f "$source/COPYING" --tokens 60 --prefill 50 --kv ra
 same 'warning of palu' "$(cat "$work/err")" "puzzlekv-eval: --kv palu: warning: the calibration \
 has no Fisher information, so the ranks are uniform"
 same 'spec of palu' "$(value palu results.1.kv_canonical)" \
-    "palu:calibration=$work/calibration1,ratio=1,ranks=uniform"
+    "palu:calibration=$work/calibration1,ratio=1,ranks=uniform,align=1"
 kl=$(value palu results.1.kl)
 awk "BEGIN { exit !($kl < 1e-3 && $kl > -1e-3) }" || fail "ppl palu: kl at full rank is $kl"
 refuse 1 'is the calibration of another model' info "$tiny" \

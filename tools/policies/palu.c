@@ -21,16 +21,17 @@
  * Ranks: with p one of the 2 layers projections, f_p its Fisher information and D = kv_heads d,
  *     R = round(ratio 2 layers D),  r_p = min(D, floor(R f_p / sum f)),
  * then one more for each projection below D in turn, those first that lack least, until the sum is
- * R. A projection's rank is shared among its groups by their heads. f_p is the mean over the
- * weights of the root of the mean squared gradient of the loss, which tools/fisher.py adds to the
- * calibration; without it all f_p are equal.
+ * R. A projection's rank is shared among its groups by their heads, and each group's is rounded to
+ * a multiple of `align`, but not to 0. f_p is the mean over the weights of the root of the mean
+ * squared gradient of the loss, which tools/fisher.py adds to the calibration; without it all f_p
+ * are equal.
  *
  * Bytes: T b sum over all groups of r. A and B replace the weights of the projections, and are
  * counted as weights, not as cache.
  *
- * Deviations: the official code rounds ranks to multiples of 32, for its kernels; here they are
- * not, so that the ratio is what is asked for also with small heads. It splits the singular values
- * between A and B, which scales the elements of a latent but not their relative rounding.
+ * Deviations: the official code has align=32, for its kernels; here it is 1, so that the ratio is
+ * what is asked for also with small heads. It splits the singular values between A and B, which
+ * scales the elements of a latent but not their relative rounding.
  */
 #include <cblas.h>
 #include <math.h>
@@ -45,7 +46,7 @@
 #include "policy.h"
 #include "rounding.h"
 
-enum { CALIBRATION, RATIO, RANKS };
+enum { CALIBRATION, RATIO, RANKS, ALIGN };
 
 enum { RANKS_FISHER, RANKS_UNIFORM };
 
@@ -53,6 +54,7 @@ static const struct policy_key keys[] = {
     [CALIBRATION] = {.name = "calibration", .kind = POLICY_FILE},
     [RATIO] = {.name = "ratio", .kind = POLICY_REAL, .preset = "0.6", .most = 1, .positive = true},
     [RANKS] = {.name = "ranks", .kind = POLICY_CHOICE, .choices = "fisher|uniform"},
+    [ALIGN] = {.name = "align", .preset = "1", .least = 1, .most = 512},
 };
 
 #define GROUP_HEADS 4
@@ -131,15 +133,37 @@ static void share_ranks(const double *weights, struct lack *lacks, size_t count,
         ranks[i] = ranks[i] > least ? ranks[i] : least;
 }
 
-/* ranks [layers, 2] of the projections, keys first. */
+/* The first head of a group; kv_heads behind the last. */
+static size_t group_head(const struct model *m, size_t group)
+{
+    const size_t head = group * GROUP_HEADS;
+
+    return head < m->kv_heads ? head : m->kv_heads;
+}
+
+/* Of a projection's rank that of a group. */
+static size_t group_rank(const struct model *m, size_t rank, size_t group, size_t align)
+{
+    const size_t first = group_head(m, group), end = group_head(m, group + 1);
+    const size_t own = rank * end / m->kv_heads - rank * first / m->kv_heads;
+    const size_t multiples = (own + align / 2) / align;
+    const size_t rounded = (multiples > 0 ? multiples : 1) * align;
+    const size_t width = (end - first) * m->head_dim;
+
+    return rounded < width ? rounded : width;
+}
+
+/* ranks [layers, 2, groups], keys first. */
 static bool find_ranks(const struct kv_spec *spec, const struct model *m,
                        const struct calibration *calibration, size_t *ranks, struct error *error)
 {
     const size_t count = 2 * m->layer_count, most = m->kv_heads * m->head_dim;
     const size_t total = (size_t)floor(spec->values[RATIO].number * (double)(count * most) + 0.5);
+    const size_t groups = group_count(m);
+    size_t *projections = calloc(count, sizeof *projections);
     double *weights = calloc(2 * count, sizeof *weights);
     struct lack *lacks = calloc(count, sizeof *lacks);
-    bool done = weights != NULL && lacks != NULL;
+    bool done = projections != NULL && weights != NULL && lacks != NULL;
 
     if (!done)
         error_set(error, "out of memory for the ranks");
@@ -155,16 +179,13 @@ static bool find_ranks(const struct kv_spec *spec, const struct model *m,
             weights[i] = 1;
     }
     if (done)
-        share_ranks(weights, lacks, count, total, most, group_count(m), ranks);
+        share_ranks(weights, lacks, count, total, most, groups, projections);
+    for (size_t i = 0; i < count * groups && done; i++)
+        ranks[i] = group_rank(m, projections[i / groups], i % groups, kv_spec_count(spec, ALIGN));
     free(lacks);
     free(weights);
+    free(projections);
     return done;
-}
-
-/* Of a projection's rank what the heads before `head` have. */
-static size_t rank_before(const struct model *m, size_t rank, size_t head)
-{
-    return rank * (head < m->kv_heads ? head : m->kv_heads) / m->kv_heads;
 }
 
 /* ---- Factors --------------------------------------------------------------------------------- */
@@ -270,20 +291,19 @@ static bool factorize_all(struct palu *s, const struct kv_spec *spec,
 {
     const struct model *m = options->model;
     const size_t projections = 2 * m->layer_count;
-    size_t *ranks = calloc(projections, sizeof *ranks);
+    size_t *ranks = calloc(projections * s->groups, sizeof *ranks);
     bool done = ranks != NULL && find_ranks(spec, m, calibration, ranks, error);
     size_t failures = 0;
 
     if (ranks == NULL)
         error_set(error, "palu: out of memory");
     for (size_t i = 0; i < projections * s->groups && done; i++) {
-        const size_t head = i % s->groups * GROUP_HEADS, rank = ranks[i / s->groups];
+        const size_t first = group_head(m, i % s->groups);
         struct factors *f = &s->factors[i];
 
-        f->first = head * m->head_dim;
-        f->width =
-            (m->kv_heads - head < GROUP_HEADS ? m->kv_heads - head : GROUP_HEADS) * m->head_dim;
-        f->rank = rank_before(m, rank, head + GROUP_HEADS) - rank_before(m, rank, head);
+        f->first = first * m->head_dim;
+        f->width = (group_head(m, i % s->groups + 1) - first) * m->head_dim;
+        f->rank = ranks[i];
         s->most_rank = f->rank > s->most_rank ? f->rank : s->most_rank;
     }
     free(ranks);
@@ -471,8 +491,8 @@ static bool resolve(struct kv_spec *spec, const struct model *model, struct erro
 static bool count_bytes(const struct kv_spec *spec, const struct policy_size *size, size_t *bytes,
                         struct error *error)
 {
-    const size_t projections = 2 * size->model->layer_count;
-    size_t *ranks = calloc(projections, sizeof *ranks);
+    const size_t count = 2 * size->model->layer_count * group_count(size->model);
+    size_t *ranks = calloc(count, sizeof *ranks);
     struct calibration *calibration = NULL;
     size_t rank = 0;
     bool done;
@@ -481,7 +501,7 @@ static bool count_bytes(const struct kv_spec *spec, const struct policy_size *si
         return error_set(error, "out of memory for the ranks");
     done = calibration_open(&spec->values[CALIBRATION], size->model, &calibration, error) &&
            find_ranks(spec, size->model, calibration, ranks, error);
-    for (size_t i = 0; i < projections; i++)
+    for (size_t i = 0; i < count; i++)
         rank += ranks[i];
     *bytes = size->tokens * rank * policy_element_bytes(size->dtype);
     calibration_close(calibration);
