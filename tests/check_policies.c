@@ -50,6 +50,9 @@ static const char *const specs[] = {
     "palu:calibration=@,ratio=1",
     "palu:calibration=@",
     "palu:calibration=^,ratio=0.4",
+    "ojakv:calibration=@,ratio=0.4",
+    "ojakv:calibration=@,ratio=0.3,sink=0,recent=5,update=7,rows=20,rate=3",
+    "ojakv:calibration=@,ratio=0.4,sink=3,recent=0,update=1",
 };
 #define SPECS ((int)(sizeof specs / sizeof *specs))
 
@@ -610,13 +613,20 @@ START_TEST(test_bytes_by_hand)
         /* 0.6 of 4 projections of 32 is 76.8; no more than each has. */
         {"palu:calibration=@", 100, 140, 140 * 77 * 2 / 4},
         {"palu:calibration=^", 100, 140, 140 * 77 * 2 / 4},
-        {"palu:calibration=^,ratio=0.1", 4, 4, 4 * 13 * 2 / 4},
-        {"palu:calibration=^,ratio=1", 40, 40, 40 * token},
-        {"puzzle:page=8,rk=5,rv=3,rope=pre", 101, 101, 10 * (8 * (8 + DIM) * 2) + 21 * token},
         /* 30.5, 15.25, 7.6 and 7.6 by Fisher information; and at least 1 or `align` each. */
         {"palu:calibration=^,ratio=0.48,align=8", 10, 10, 10 * (32 + 16 + 8 + 8) * 2 / 4},
         {"palu:calibration=^,align=24,ratio=0.25", 10, 10, 10 * 96 * 2 / 4},
         {"palu:calibration=@,ratio=0.001", 10, 10, 10 * 4 * 2 / 4},
+        {"palu:calibration=^,ratio=0.1", 4, 4, 4 * 13 * 2 / 4},
+        {"palu:calibration=^,ratio=1", 40, 40, 40 * token},
+        /* 0.6 of 16 is 9.6. */
+        {"ojakv:calibration=@", 100, 100, 36 * 2 * 10 * 2 + 64 * token + 2 * DIM * 10 * 4},
+        {"ojakv:calibration=@", 100, 140, 68 * 2 * 10 * 2 + 72 * token + 2 * DIM * 10 * 4},
+        {"ojakv:calibration=@", 20, 95, 95 * token},
+        {"ojakv:calibration=@", 20, 96, 32 * 2 * 10 * 2 + 64 * token + 2 * DIM * 10 * 4},
+        {"ojakv:calibration=@,ratio=0.01,sink=0,recent=0,update=100", 50, 149,
+         50 * 2 * 2 + 99 * token + 2 * DIM * 4},
+        {"puzzle:page=8,rk=5,rv=3,rope=pre", 101, 101, 10 * (8 * (8 + DIM) * 2) + 21 * token},
     };
 
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -1149,9 +1159,159 @@ START_TEST(test_palu_groups)
 }
 END_TEST
 
+/* One head's tokens as OjaKV keeps them, in f32: `basis` [rank, DIM] moves by the `added` tokens
+ * behind those that are compressed, and all go through it. */
+static void expect_oja(float *x, size_t compressed, size_t added, double *basis, size_t rank,
+                       size_t rows, double rate)
+{
+    double change[DIM * DIM] = {0}, energy = 0;
+
+    rows = rows < added ? rows : added;
+    for (size_t i = 0; i < rows; i++) {
+        const float *row = x + (compressed + i * added / rows) * DIM;
+
+        for (size_t r = 0; r < rank; r++) {
+            double image = 0;
+
+            for (size_t c = 0; c < DIM; c++)
+                image += basis[r * DIM + c] * row[c];
+            for (size_t c = 0; c < DIM; c++)
+                change[r * DIM + c] += image * row[c];
+        }
+        for (size_t c = 0; c < DIM; c++)
+            energy += (double)row[c] * row[c];
+    }
+    for (size_t r = 0; r < rank; r++) {
+        double norm = 0;
+
+        for (size_t c = 0; c < DIM; c++)
+            basis[r * DIM + c] += rate * change[r * DIM + c] / energy;
+        for (size_t other = 0; other < r; other++) {
+            double product = 0;
+
+            for (size_t c = 0; c < DIM; c++)
+                product += basis[r * DIM + c] * basis[other * DIM + c];
+            for (size_t c = 0; c < DIM; c++)
+                basis[r * DIM + c] -= product * basis[other * DIM + c];
+        }
+        for (size_t c = 0; c < DIM; c++)
+            norm += basis[r * DIM + c] * basis[r * DIM + c];
+        for (size_t c = 0; c < DIM; c++)
+            basis[r * DIM + c] /= sqrt(norm);
+    }
+    for (size_t t = 0; t < compressed + added; t++) {
+        double back[DIM] = {0};
+
+        for (size_t r = 0; r < rank; r++) {
+            double latent = 0;
+
+            for (size_t c = 0; c < DIM; c++)
+                latent += basis[r * DIM + c] * x[t * DIM + c];
+            for (size_t c = 0; c < DIM; c++)
+                back[c] += latent * basis[r * DIM + c];
+        }
+        for (size_t c = 0; c < DIM; c++)
+            x[t * DIM + c] = (float)back[c];
+    }
+}
+
+/* Of 60 tokens 3 .. 54, then 10 at a time. */
+START_TEST(test_ojakv)
+{
+    enum { SINK = 3, RECENT = 5, RANK = 6, EVERY = 10, SAMPLED = 25 };
+    static double bases[LAYERS][KV_HEADS][2][RANK * DIM];
+    const double rate = 4;
+    char text[3 * TESTS_FOLDER_BYTES];
+    struct calibration *calibration;
+    size_t compressed = 0;
+    struct error error;
+    struct setup s;
+
+    snprintf(text, sizeof text,
+             "ojakv:calibration=@,ratio=0.375,sink=%d,recent=%d,update=%d,"
+             "rows=%d,rate=%g",
+             SINK, RECENT, EVERY, SAMPLED, rate);
+    open_setup(&s, text, PKV_F32, 2);
+    struct expected *e = expect_dense(&s, PKV_F32);
+
+    ck_assert_msg(
+        calibration_open(kv_spec_find(&s.spec, "calibration"), &s.model, &calibration, &error),
+        "%s", error.text);
+    for (size_t i = 0; i < LAYERS * KV_HEADS * 2; i++) {
+        double moment[DIM * DIM];
+
+        ck_assert(calibration_head(calibration, (enum calibration_part)(i % 2), i / 2 / KV_HEADS,
+                                   i / 2 % KV_HEADS, moment, &error));
+        ck_assert(low_rank_eigenvectors(moment, DIM, RANK,
+                                        bases[i / 2 / KV_HEADS][i / 2 % KV_HEADS][i % 2]));
+    }
+    calibration_close(calibration);
+    feed(&s, 60);
+    ck_assert_double_le(output_error(&s, e, 60, 60), TOLERANCE);
+    for (size_t tokens = 60; tokens < 140; tokens++) {
+        const size_t added = compressed == 0                                ? 60 - SINK - RECENT
+                             : tokens - SINK - RECENT == compressed + EVERY ? EVERY
+                                                                            : 0;
+
+        for (size_t i = 0; i < LAYERS * KV_HEADS && added > 0; i++) {
+            const size_t l = i / KV_HEADS, h = i % KV_HEADS;
+
+            expect_oja(e->k[l][h] + SINK * DIM, compressed, added, bases[l][h][0], RANK, SAMPLED,
+                       rate);
+            expect_oja(e->v[l][h] + SINK * DIM, compressed, added, bases[l][h][1], RANK, SAMPLED,
+                       rate);
+        }
+        compressed += added;
+        decode(&s, tokens + 1);
+        ck_assert_double_le(output_error(&s, e, tokens + 1, 1), 1e-4);
+    }
+    ck_assert_uint_eq(compressed, 52 + 70);
+    free(e);
+    close_setup(&s);
+}
+END_TEST
+
+/* At full rank nothing is lost, whatever the basis does. */
+START_TEST(test_ojakv_at_full_rank)
+{
+    struct setup s;
+
+    open_setup(&s, "ojakv:calibration=@,ratio=1,sink=2,recent=3,update=4,rate=50", PKV_F32, 2);
+    struct expected *e = expect_dense(&s, PKV_F32);
+
+    feed(&s, 80);
+    for (size_t tokens = 80; tokens < 150; tokens++) {
+        decode(&s, tokens + 1);
+        ck_assert_double_le(output_error(&s, e, tokens + 1, 1), 1e-4);
+    }
+    free(e);
+    close_setup(&s);
+}
+END_TEST
+
+/* Elements that f16 has, of a vector longer than it reaches. */
+START_TEST(test_ojakv_lengths)
+{
+    struct error error;
+    struct setup s;
+
+    open_setup(&s, "ojakv:calibration=@", PKV_F16, 1);
+    for (size_t c = 0; c < DIM; c++)
+        s.sequence.v[1][(2 * KV_HEADS + 1) * DIM + c] = 40000;
+    open_step(&s, 1, 3, false);
+    struct kv_layer io = layer_of(&s, 1, 3, false);
+
+    ck_assert(!kv_store_layer(s.store, &io, &error));
+    ck_assert_str_eq(error.text, "KV cache: layer 1, KV head 1, token 2: V is too long for latents "
+                                 "in the storage type");
+    kv_store_abort(s.store);
+    close_setup(&s);
+}
+END_TEST
+
 /* What a spec that needs a calibration says: without one, of what it does with it, and of one that
  * does not serve. */
-START_TEST(test_palu_spec)
+START_TEST(test_calibration_spec)
 {
     char text[2 * TESTS_FOLDER_BYTES], canonical[KV_SPEC_TEXT_BYTES];
     struct kv_spec spec;
@@ -1162,6 +1322,8 @@ START_TEST(test_palu_spec)
     s.store = NULL;
     ck_assert(!kv_spec_parse("palu:ratio=0.5", &spec, &error));
     ck_assert_ptr_nonnull(strstr(error.text, "--kv palu:ratio=0.5: calibration=FILE is missing"));
+    ck_assert(!kv_spec_parse("ojakv", &spec, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "--kv ojakv: calibration=FILE is missing"));
 
     snprintf(text, sizeof text, "palu:calibration=%s", calibrations[0]);
     ck_assert(kv_spec_parse(text, &spec, &error) && kv_spec_resolve(&spec, &s.model, &error));
@@ -1169,6 +1331,10 @@ START_TEST(test_palu_spec)
     kv_spec_canonical(&spec, canonical);
     ck_assert_ptr_nonnull(strstr(canonical, ",ratio=0.6,ranks=uniform,align=1"));
     s.model.head_dim = 2 * DIM;
+    ck_assert(!kv_spec_resolve(&spec, &s.model, &error));
+    ck_assert_ptr_nonnull(strstr(error.text, "is the calibration of another model"));
+    snprintf(text, sizeof text, "ojakv:calibration=%s", calibrations[0]);
+    ck_assert(kv_spec_parse(text, &spec, &error));
     ck_assert(!kv_spec_resolve(&spec, &s.model, &error));
     ck_assert_ptr_nonnull(strstr(error.text, "is the calibration of another model"));
     s.model.head_dim = DIM;
@@ -1686,7 +1852,10 @@ int main(void)
     tcase_add_test(tests, test_rope_pre);
     tcase_add_test(tests, test_palu_ranks);
     tcase_add_test(tests, test_palu_groups);
-    tcase_add_test(tests, test_palu_spec);
+    tcase_add_test(tests, test_ojakv);
+    tcase_add_test(tests, test_ojakv_at_full_rank);
+    tcase_add_test(tests, test_ojakv_lengths);
+    tcase_add_test(tests, test_calibration_spec);
     tcase_add_test(tests, test_streaming_retains);
     tcase_add_test(tests, test_streaming_positions);
     tcase_add_test(tests, test_h2o_retains);

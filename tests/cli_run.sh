@@ -139,7 +139,10 @@ same 'kv_bytes of INT4' "$(value int4 kv_bytes)" $((30 * 3 * (2 * 2 * 64 * (toke
 puzzlekv-eval calibrate "$model" "$source/COPYING" --sequences 1 --length 40 \
     -o "$work/calibration" || fail "calibrate: status $?"
 for kv in $(sed -nE 's/^  ([a-z0-9-]+) .*/\1/p' "$work/help_policies") puzzle:rope=pre; do
-    [ "$kv" != palu ] || kv="palu:calibration=$work/calibration,ratio=1,ranks=uniform"
+    case $kv in
+    palu) kv="palu:calibration=$work/calibration,ratio=1,ranks=uniform" ;;
+    ojakv) kv="ojakv:calibration=$work/calibration" ;;
+    esac
     answer kv --raw-prompt -p 'The capital of France is' -n 3 --kv "$kv"
     same "the first token with $kv" "$(value kv token_ids.0)" "$(value france token_ids.0)"
     same "the name of $kv" "$(value kv kv_canonical | cut -d : -f 1)" "${kv%%:*}"

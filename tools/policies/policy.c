@@ -19,6 +19,7 @@ const struct policy *const policies[] = {
     &policy_snapkv,
     &policy_kivi,
     &policy_palu,
+    &policy_ojakv,
 };
 /* clang-format on */
 

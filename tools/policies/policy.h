@@ -105,6 +105,7 @@ extern const struct policy policy_streaming;
 extern const struct policy policy_snapkv;
 extern const struct policy policy_kivi;
 extern const struct policy policy_palu;
+extern const struct policy policy_ojakv;
 
 /* All of them, in the order in which they are listed. */
 extern const struct policy *const policies[];
