@@ -1358,6 +1358,53 @@ START_TEST(test_calibration_spec)
 }
 END_TEST
 
+/* Puts a NaN at the beginning (layers.0.hidden) or the end (layers.1.v) of a calibration's data. */
+static void spoil(const char *path, bool beginning)
+{
+    const float nan_value = NAN;
+    FILE *file = fopen(path, "r+b");
+    uint64_t length;
+
+    ck_assert_ptr_nonnull(file);
+    ck_assert_uint_eq(fread(&length, sizeof length, 1, file), 1);
+    if (beginning)
+        fseek(file, (long)(sizeof length + length), SEEK_SET);
+    else
+        fseek(file, -(long)sizeof nan_value, SEEK_END);
+    ck_assert_uint_eq(fwrite(&nan_value, sizeof nan_value, 1, file), 1);
+    ck_assert_int_eq(fclose(file), 0);
+}
+
+START_TEST(test_calibration_that_is_not_finite)
+{
+    static const char *const names[] = {"palu", "ojakv"};
+    static const char *const texts[] = {"tensor layers.0.hidden: element 0 is not finite",
+                                        "tensor layers.1.v: element 511 is not finite"};
+    struct setup s;
+
+    open_sequence(&s);
+    s.store = NULL;
+    for (int i = 0; i < 2; i++) {
+        const struct kv_store_options options = {
+            .model = &s.model, .dtype = PKV_F32, .max_tokens = 10, .threads = 2};
+        char path[TESTS_FOLDER_BYTES + 32], text[2 * TESTS_FOLDER_BYTES];
+        struct kv_store *store = (struct kv_store *)&s;
+        struct kv_spec spec;
+        struct error error;
+
+        snprintf(path, sizeof path, "%s/spoilt", folder);
+        calibrate(&s, path);
+        spoil(path, i == 0);
+        snprintf(text, sizeof text, "%s:calibration=%s", names[i], path);
+        ck_assert(kv_spec_parse(text, &spec, &error) && kv_spec_resolve(&spec, &s.model, &error));
+        ck_assert(!kv_store_open(&spec, &options, &store, &error));
+        ck_assert_ptr_null(store);
+        tests_check_error(error.text, path, texts[i]);
+    }
+    close_setup(&s);
+}
+END_TEST
+
 /* The positions that a head of a store retains: "0-3 7 9". */
 static const char *retained_by(const struct setup *s, size_t layer, size_t kv_head)
 {
@@ -1856,6 +1903,7 @@ int main(void)
     tcase_add_test(tests, test_ojakv_at_full_rank);
     tcase_add_test(tests, test_ojakv_lengths);
     tcase_add_test(tests, test_calibration_spec);
+    tcase_add_test(tests, test_calibration_that_is_not_finite);
     tcase_add_test(tests, test_streaming_retains);
     tcase_add_test(tests, test_streaming_positions);
     tcase_add_test(tests, test_h2o_retains);
