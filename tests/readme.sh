@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: MIT
 # The C program in README.md compiles against the library as built, and runs.
 set -eu
+# shellcheck source=tests/example.sh
+. "${PUZZLEKV_SOURCE:?}/tests/example.sh"
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 awk '/^```c$/ { inside = 1; next } /^```$/ { inside = 0 } inside' "$PUZZLEKV_SOURCE/README.md" \
     > "$folder/example.c"
-# shellcheck disable=SC2086
-"$PUZZLEKV_BUILD/libtool" --silent --tag=CC --mode=link $CC $CFLAGS -std=c11 -Wall -Wextra -Werror \
-    -I "$PUZZLEKV_SOURCE/lib" "$folder/example.c" "$PUZZLEKV_BUILD/lib/libpuzzlekv.la" \
-    -o "$folder/example"
+build_example "$folder/example.c" "$folder/example"
 output=$("$folder/example")
 echo "$output"
 # Of 9 complete pages sink and window stay dense, as do 13 tokens; 2 KV heads, 2 bytes an element.
