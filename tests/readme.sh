@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 # The C program in README.md compiles against the library as built, and runs.
 set -eu
-# shellcheck source=tests/example.sh
+# shellcheck disable=SC1091
 . "${PUZZLEKV_SOURCE:?}/tests/example.sh"
 
 folder=$(mktemp -d)
@@ -12,5 +12,8 @@ awk '/^```c$/ { inside = 1; next } /^```$/ { inside = 0 } inside' "$PUZZLEKV_SOU
 build_example "$folder/example.c" "$folder/example"
 output=$("$folder/example")
 echo "$output"
-# Of 9 complete pages sink and window stay dense, as do 13 tokens; 2 KV heads, 2 bytes an element.
-[ "$output" = "301 tokens, 120064 of 154112 bytes, 7 pages factorized" ]
+# A dense page takes 32768 bytes, a factorized one 23040, a token in a dense one 1024. The prompt's
+# sink and 7 of its factorized pages are shared; its window page each text has factorized for
+# itself, and has a window page and 20 tokens of its own.
+[ "$output" = "1020 tokens in $((32768 + 7 * 23040 + 3 * (23040 + 32768 + 20 * 1024))) bytes; \
+dense and without sharing in $((1020 * 1024))" ]
