@@ -4,23 +4,25 @@
 
 #include "numeric.h"
 
+/* The flags are as wide as the elements, so that compilers vectorise the loops. */
 bool elements_finite(pkv_dtype dtype, size_t n, const void *elements)
 {
-    bool bad = false;
-
     if (dtype == PKV_F32) {
         const float *x = elements;
+        uint32_t bad = 0;
 
         for (size_t i = 0; i < n; i++)
             bad |= (f32_bits(x[i]) & 0x7f800000u) == 0x7f800000u;
-    } else {
-        const uint16_t *x = elements;
-        const uint16_t exponent = dtype == PKV_F16 ? 0x7c00 : 0x7f80;
-
-        for (size_t i = 0; i < n; i++)
-            bad |= (x[i] & exponent) == exponent;
+        return bad == 0;
     }
-    return !bad;
+
+    const uint16_t *x = elements;
+    const uint16_t exponent = dtype == PKV_F16 ? 0x7c00 : 0x7f80;
+    uint16_t bad = 0;
+
+    for (size_t i = 0; i < n; i++)
+        bad |= (uint16_t)((x[i] & exponent) == exponent);
+    return bad == 0;
 }
 
 /* n elements of `size` bytes, spaced; inlined, so that compilers know the usual distances. */
