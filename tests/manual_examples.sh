@@ -3,7 +3,7 @@
 # The program in the EXAMPLES of every page of section 3 compiles against the library as built,
 # runs, and prints what the page says: nothing, where it says nothing.
 set -eu
-# shellcheck disable=SC1091
+# shellcheck source=tests/example.sh
 . "${PUZZLEKV_SOURCE:?}/tests/example.sh"
 
 folder=$(mktemp -d)

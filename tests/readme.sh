@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 # The C program in README.md compiles against the library as built, and runs.
 set -eu
-# shellcheck disable=SC1091
+# shellcheck source=tests/example.sh
 . "${PUZZLEKV_SOURCE:?}/tests/example.sh"
 
 folder=$(mktemp -d)
