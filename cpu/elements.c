@@ -4,6 +4,8 @@
 
 #include "numeric.h"
 
+#include <string.h>
+
 /* The flags are as wide as the elements, so that compilers vectorise the loops. */
 bool elements_finite(pkv_dtype dtype, size_t n, const void *elements)
 {
@@ -25,22 +27,20 @@ bool elements_finite(pkv_dtype dtype, size_t n, const void *elements)
     return bad == 0;
 }
 
-/* n elements of `size` bytes, spaced; inlined, so that compilers know the usual distances. */
+/* n elements of `size` bytes, spaced; inlined, so that compilers know the usual distances. A pair
+ * of bf16 is moved as one element and may be aligned to bf16 alone. */
 static inline __attribute__((always_inline)) void
 copy_spaced(size_t size, size_t n, const void *from, size_t from_stride, void *to, size_t to_stride)
 {
+    const char *a = from;
+    char *b = to;
+
     if (size == 4) {
-        const uint32_t *a = from;
-        uint32_t *b = to;
-
         for (size_t i = 0; i < n; i++)
-            b[i * to_stride] = a[i * from_stride];
+            memcpy(b + i * to_stride * 4, a + i * from_stride * 4, 4);
     } else {
-        const uint16_t *a = from;
-        uint16_t *b = to;
-
         for (size_t i = 0; i < n; i++)
-            b[i * to_stride] = a[i * from_stride];
+            memcpy(b + i * to_stride * 2, a + i * from_stride * 2, 2);
     }
 }
 
