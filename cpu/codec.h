@@ -9,7 +9,7 @@
  *     V   L_V [P, r], then R_V [r, d]
  *
  * so that each factor of Eq. 4 is the right operand of a product over its rows. Every part is
- * aligned to float and readable KERNELS_PAD elements past its end.
+ * aligned to float and readable KERNELS_PAD floats past its end.
  */
 #ifndef PUZZLEKV_CPU_CODEC_H
 #define PUZZLEKV_CPU_CODEC_H

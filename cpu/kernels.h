@@ -25,7 +25,7 @@ static inline size_t kernels_padded(size_t n)
  * last one as wide as what is left. Within a panel of w columns bf16 lies in pairs of rows, element
  * (i, j) at (i / 2 * w + j) * 2 + i % 2, where an odd last row is paired with finite values; f32
  * and f16 lie row by row. So whoever multiplies by a matrix reads it in address order, which keeps
- * the hardware's prefetcher with it. Readable KERNELS_PAD elements past its end.
+ * the hardware's prefetcher with it. Readable KERNELS_PAD floats past its end.
  */
 struct matrix {
     unsigned char *data;

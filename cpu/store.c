@@ -174,9 +174,9 @@ pkv_status store_step_begin(struct backend *backend)
     step->n_factor = count_jobs(&step->plan, SLOT_FACTOR);
     step->jobs =
         memory_allocate(backend->memory, step->n_dense + step->n_factor, sizeof *step->jobs);
-    /* Two rows more make room for KERNELS_PAD elements: d is at least 8. */
+    /* Four rows more make room for KERNELS_PAD floats: d is at least 8. */
     if (!__builtin_mul_overflow(block_rows(&step->plan), geometry->kv_heads, &elements) &&
-        !__builtin_add_overflow(elements, 2, &elements) &&
+        !__builtin_add_overflow(elements, 4, &elements) &&
         !__builtin_mul_overflow(elements, geometry->head_dim, &elements)) {
         step->new_k = memory_allocate(backend->memory, elements, geometry->element_bytes);
         step->new_v = memory_allocate(backend->memory, elements, geometry->element_bytes);

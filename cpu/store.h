@@ -9,8 +9,8 @@
  *                   tokens K^T [d, n] in new_k, V [n, d] in new_v
  *
  * so that each is the right operand of a product over its rows, and one head's pages follow each
- * other in address order. Pools and scratch are readable KERNELS_PAD elements
- * past their end.
+ * other in address order. Pools and scratch are readable KERNELS_PAD floats past
+ * their end.
  */
 #ifndef PUZZLEKV_CPU_STORE_H
 #define PUZZLEKV_CPU_STORE_H

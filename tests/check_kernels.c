@@ -105,7 +105,7 @@ static struct matrix make_matrix(pkv_dtype dtype, size_t panel, size_t rows, siz
     struct matrix b = {NULL, rows, columns};
     size_t stored = dtype == PKV_BF16 ? (rows + 1) / 2 * 2 : rows;
     size_t counting = dtype == PKV_BF16 ? (k + 1) / 2 * 2 : k;
-    size_t elements = stored * columns + KERNELS_PAD;
+    size_t elements = stored * columns + KERNELS_PAD * sizeof(float) / type_bytes(dtype);
 
     b.data = allocate(elements * type_bytes(dtype));
     for (size_t i = 0; i < elements; i++)
