@@ -142,6 +142,13 @@ static pkv_status read_part(struct backend *backend, struct page page, size_t la
     return PKV_OK;
 }
 
+static pkv_status write_part(struct backend *backend, struct page page, size_t layer,
+                             size_t kv_head, size_t tokens, enum page_part part, const void *in)
+{
+    store_write(backend, page, layer, kv_head, tokens, part, in);
+    return PKV_OK;
+}
+
 const struct backend_ops backend_cpu = {
     .name = "cpu",
     .open = open_backend,
@@ -155,4 +162,5 @@ const struct backend_ops backend_cpu = {
     .step_capped_pages = step_capped_pages,
     .rebuild = rebuild,
     .read = read_part,
+    .write = write_part,
 };

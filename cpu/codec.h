@@ -60,6 +60,8 @@ struct codec {
     /* A part as struct backend_ops has it. */
     void (*read)(const struct backend *backend, enum page_part part, size_t rank,
                  const unsigned char *page, void *out);
+    void (*write)(const struct backend *backend, enum page_part part, size_t rank, const void *in,
+                  unsigned char *page);
 };
 
 /* In the storage type. */

@@ -198,7 +198,7 @@ static void int4_accumulate(const struct codec_queries *queries, size_t rank,
     }
 }
 
-/* ---- Reading back ---- */
+/* ---- Reading back, and in ---- */
 
 static int code_at(const struct layout *layout, const unsigned char *page, size_t row,
                    size_t column)
@@ -249,6 +249,30 @@ static void int4_read(const struct backend *backend, enum page_part part, size_t
            sizeof(uint16_t) * (layout.row_scales ? layout.rows : layout.columns));
 }
 
+static void int4_write(const struct backend *backend, enum page_part part, size_t rank,
+                       const void *in, unsigned char *page)
+{
+    const struct layout layout = layout_of(backend->geometry, part, rank);
+    const bool transposed = part == PART_K_LEFT || part == PART_K_RIGHT;
+    const size_t elements = layout.rows * layout.columns;
+    const size_t row_stride = transposed ? 1 : layout.columns;
+    const size_t stride = transposed ? layout.rows : 1;
+    const uint8_t *from = in;
+    uint8_t *codes = page + layout.codes;
+
+    for (size_t i = 0; i < layout.rows; i += layout.row_pairs ? 2 : 1) {
+        for (size_t j = 0; j < layout.columns; j += layout.row_pairs ? 1 : 2) {
+            size_t even = i * row_stride + j * stride;
+            size_t odd = even + (layout.row_pairs ? row_stride : stride);
+
+            *codes++ = int4_pack(int4_unpack(from[even / 2], even % 2),
+                                 int4_unpack(from[odd / 2], odd % 2));
+        }
+    }
+    memcpy(page + layout.scales, from + elements / 2,
+           sizeof(uint16_t) * (layout.row_scales ? layout.rows : layout.columns));
+}
+
 const struct codec codec_int4 = {
     .bytes = int4_bytes,
     .put = int4_put,
@@ -257,4 +281,5 @@ const struct codec codec_int4 = {
     .accumulate = int4_accumulate,
     .row = int4_row,
     .read = int4_read,
+    .write = int4_write,
 };

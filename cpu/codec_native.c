@@ -127,6 +127,23 @@ static void native_read(const struct backend *backend, enum page_part part, size
     }
 }
 
+static void native_write(const struct backend *backend, enum page_part part, size_t rank,
+                         const void *in, unsigned char *page)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct matrix to = part_of(geometry, part, rank, page);
+    const char *from = in;
+
+    if (part == PART_K_LEFT || part == PART_K_RIGHT) {
+        for (size_t j = 0; j < to.columns; j++)
+            elements_put_column(backend, to, j, from + j * to.rows * geometry->element_bytes);
+    } else {
+        for (size_t i = 0; i < to.rows; i++)
+            elements_put_row(backend, to, i, from + i * to.columns * geometry->element_bytes);
+    }
+    elements_end_rows(backend, to, to.rows);
+}
+
 const struct codec codec_native = {
     .left_operands = true,
     .bytes = native_bytes,
@@ -137,4 +154,5 @@ const struct codec codec_native = {
     .attend = native_attend,
     .row = native_row,
     .read = native_read,
+    .write = native_write,
 };

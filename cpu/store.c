@@ -436,7 +436,7 @@ bool store_put_factors(const struct backend *backend, size_t layer, size_t kv_he
     return backend->codec_v->put(backend, false, geometry->rank_v[layer], left, right, ld, page.v);
 }
 
-/* ---- Reading back ---- */
+/* ---- Reading back, and in ---- */
 
 /* The largest finite value that the storage type holds. */
 static float largest(pkv_dtype dtype)
@@ -522,4 +522,32 @@ void store_read(const struct backend *backend, struct page page, size_t layer, s
         backend->codec_k->read(backend, part, geometry->rank_k[layer], factors.k, out);
     else
         backend->codec_v->read(backend, part, geometry->rank_v[layer], factors.v, out);
+}
+
+void store_write(const struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                 size_t tokens, enum page_part part, const void *in)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t row_bytes = geometry->head_dim * geometry->element_bytes;
+    struct factor_page factors;
+
+    if (page.kind == SLOT_DENSE) {
+        struct dense_page dense = store_dense(backend, layer, kv_head, page.slot);
+        const char *from = in;
+
+        for (size_t t = 0; t < tokens; t++, from += row_bytes) {
+            if (part == PART_K)
+                elements_put_column(backend, dense.k, t, from);
+            else
+                elements_put_row(backend, dense.v, t, from);
+        }
+        if (part == PART_V)
+            elements_end_rows(backend, dense.v, tokens);
+        return;
+    }
+    factors = store_factors(backend, layer, kv_head, page.slot);
+    if (part == PART_K_LEFT || part == PART_K_RIGHT)
+        backend->codec_k->write(backend, part, geometry->rank_k[layer], in, factors.k);
+    else
+        backend->codec_v->write(backend, part, geometry->rank_v[layer], in, factors.v);
 }

@@ -64,5 +64,7 @@ bool store_put_factors(const struct backend *backend, size_t layer, size_t kv_he
 void store_rebuild(const struct backend *backend, uint32_t factor_slot, uint32_t dense_slot);
 void store_read(const struct backend *backend, struct page page, size_t layer, size_t kv_head,
                 size_t tokens, enum page_part part, void *out);
+void store_write(const struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                 size_t tokens, enum page_part part, const void *in);
 
 #endif

@@ -88,6 +88,9 @@ struct backend_ops {
     /* A part in the canonical form of parts.h. It must exist in a slot of the page's kind. */
     pkv_status (*read)(struct backend *backend, struct page page, size_t layer, size_t kv_head,
                        size_t tokens, enum page_part part, void *out);
+    /* The inverse, into a slot that is in no table. `in` is valid in the sense of parts_valid(). */
+    pkv_status (*write)(struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                        size_t tokens, enum page_part part, const void *in);
 };
 
 /* The CPU backend, in cpu/. */

@@ -34,6 +34,19 @@ pkv_page_state pages_state(const struct page_policy *policy, size_t tokens, size
     return page < policy->sink_pages ? PKV_PAGE_SINK : PKV_PAGE_WINDOW;
 }
 
+bool pages_state_possible(const struct page_policy *policy, size_t tokens, size_t page,
+                          pkv_page_state state)
+{
+    size_t complete = tokens / policy->page_tokens;
+
+    /* Truncation leaves factors anywhere outside the sink, but in no incomplete page. */
+    if (state == PKV_PAGE_FACTORIZED)
+        return policy->factorize && page >= policy->sink_pages && page < complete;
+    return state == pages_state(policy, tokens, page, SLOT_DENSE) &&
+           (state != PKV_PAGE_WINDOW || !policy->factorize ||
+            page >= window_start(policy, complete));
+}
+
 size_t pages_tokens(const struct page_policy *policy, size_t tokens, size_t page)
 {
     if (page >= pages_count(policy, tokens))

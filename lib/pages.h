@@ -40,6 +40,10 @@ size_t pages_count(const struct page_policy *policy, size_t tokens);
 pkv_page_state pages_state(const struct page_policy *policy, size_t tokens, size_t page,
                            enum slot_kind kind);
 
+/* Whether a page that `tokens` tokens reach can be in `state` after some steps and truncations. */
+bool pages_state_possible(const struct page_policy *policy, size_t tokens, size_t page,
+                          pkv_page_state state);
+
 /* Committed tokens in page `page`, 0 .. P. */
 size_t pages_tokens(const struct page_policy *policy, size_t tokens, size_t page);
 

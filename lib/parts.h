@@ -41,4 +41,11 @@ size_t parts_bytes(const struct part_form *part, size_t element_bytes);
 float parts_element(const struct part_form *part, pkv_dtype dtype, const void *data, size_t row,
                     size_t column);
 
+/* Whether the data is what rounding and factorizing make: elements and scales are finite, scales
+ * not negative, codes -7 .. 7. */
+bool parts_valid(const struct part_form *part, pkv_dtype dtype, const void *data);
+
+/* From the machine's byte order to little-endian, and back. */
+void parts_swap(const struct part_form *part, size_t element_bytes, void *data);
+
 #endif

@@ -56,7 +56,10 @@ typedef enum pkv_status {
     PKV_ERROR_VALUE = 5,       /* K or V is not finite, or overflows the form it is stored in */
     PKV_ERROR_UNSUPPORTED = 6, /* this machine or build lacks the backend or instruction set */
     PKV_ERROR_SOLVER = 7,      /* PKV_SOLVER_LAPACK did not converge */
-    PKV_ERROR_DEVICE = 8       /* the backend's device failed */
+    PKV_ERROR_DEVICE = 8,      /* the backend's device failed */
+    PKV_ERROR_IO = 9,          /* a session could not be read or written */
+    PKV_ERROR_FORMAT = 10,     /* a session is damaged, or what was read is none */
+    PKV_ERROR_MISMATCH = 11    /* a session is of another model or of other settings */
 } pkv_status;
 
 /* A short English name of a status, for any value; a constant, never NULL. */
@@ -395,6 +398,84 @@ pkv_status pkv_seq_stats(const pkv_seq *seq, pkv_stats *stats);
  */
 pkv_status pkv_seq_digest(pkv_seq *seq, uint64_t *digest);
 pkv_status pkv_cache_digest(pkv_cache *cache, uint64_t *digest);
+
+/* ---- Sessions -------------------------------------------------------------------------------- */
+
+/*
+ * A session is a sequence as bytes, in the format of puzzlekv-session(5): the same bytes whatever
+ * the backend, the instruction set and the machine's byte order, so that caches of the same
+ * settings exchange them. Settings that must be equal: layers, query_heads, kv_heads, head_dim,
+ * page_tokens, sink_pages, window_pages, factors_k, factors_v, all ranks, dtype, softmax_scale and
+ * the model's id.
+ */
+
+/* Bytes that are enough for every model id, terminating zero included. */
+#define PKV_MODEL_ID_BYTES 256
+
+/* What goes with a session beside the sequence. */
+typedef struct pkv_session {
+    size_t struct_size;   /* set by the caller: sizeof(pkv_session) */
+    const char *model_id; /* what computed K and V, in the caller's words; NULL means "" */
+    /* Data of the caller's own, the tokens for instance; NULL: none, and pkv_seq_load() drops what
+     * there is. user_bytes is its size; pkv_seq_load() takes it as the room there is, and sets it
+     * to what is there. */
+    void *user;
+    size_t user_bytes;
+} pkv_session;
+
+/* Where a session goes. */
+typedef struct pkv_writer {
+    /* Takes all `bytes` (> 0) bytes and returns 0, or anything else where it cannot. */
+    int (*write)(void *opaque, const void *data, size_t bytes);
+    void *opaque;
+} pkv_writer;
+
+/* Where a session comes from. */
+typedef struct pkv_reader {
+    /* Puts the next 1 to `bytes` (> 0) bytes into `data` and returns how many; 0 at the end, less
+     * on failure. */
+    ptrdiff_t (*read)(void *opaque, void *data, size_t bytes);
+    void *opaque;
+} pkv_reader;
+
+/*
+ * Writes the sequence, which stays as it is. Callbacks must not use the cache.
+ * Errors: PKV_ERROR_ARGUMENT (a model id that is too long), PKV_ERROR_BUSY, PKV_ERROR_IO,
+ * PKV_ERROR_DEVICE.
+ */
+pkv_status pkv_seq_save(pkv_seq *seq, const pkv_session *session, const pkv_writer *writer);
+
+/*
+ * A new sequence from a session, of which not a byte more than its own is read. The sequence is
+ * there once everything has been read and checked, values too; on failure *seq is NULL, the cache
+ * is as before, and what session->user points to is undefined.
+ * Errors: PKV_ERROR_ARGUMENT, PKV_ERROR_MEMORY, PKV_ERROR_CAPACITY (of sequences, tokens, slots or
+ * session->user_bytes), PKV_ERROR_IO, PKV_ERROR_FORMAT, PKV_ERROR_MISMATCH, PKV_ERROR_DEVICE.
+ */
+pkv_status pkv_seq_load(pkv_cache *cache, pkv_session *session, const pkv_reader *reader,
+                        pkv_seq **seq);
+
+/*
+ * The same with a file. It is written whole or not at all: a temporary file beside it, PATH.XXXXXX,
+ * replaces it once it is on the disk. Links are followed; a file that is not a regular one is
+ * PKV_ERROR_IO. The new file has the mode of the one that it replaces, else only its owner may read
+ * it. A file with bytes behind the session is PKV_ERROR_FORMAT. Messages do not repeat the path.
+ */
+pkv_status pkv_seq_save_file(pkv_seq *seq, const pkv_session *session, const char *path);
+pkv_status pkv_seq_load_file(pkv_cache *cache, pkv_session *session, const char *path,
+                             pkv_seq **seq);
+
+/* What a session says of itself at its beginning; nothing after that has been read or checked. */
+typedef struct pkv_session_info {
+    size_t struct_size; /* set by the caller: sizeof(pkv_session_info) */
+    size_t tokens;      /* T */
+    size_t user_bytes;
+} pkv_session_info;
+
+/* Reads it, without a cache. `message` is NULL or has PKV_MESSAGE_BYTES; it is set on failure, else
+ * to "". Errors: PKV_ERROR_ARGUMENT, PKV_ERROR_IO, PKV_ERROR_FORMAT. */
+pkv_status pkv_session_info_of(const pkv_reader *reader, pkv_session_info *info, char *message);
+pkv_status pkv_session_info_of_file(const char *path, pkv_session_info *info, char *message);
 
 #ifdef __cplusplus
 }

@@ -28,6 +28,12 @@ const char *pkv_strerror(pkv_status status)
         return "solver did not converge";
     case PKV_ERROR_DEVICE:
         return "device failure";
+    case PKV_ERROR_IO:
+        return "session cannot be read or written";
+    case PKV_ERROR_FORMAT:
+        return "not a sound session";
+    case PKV_ERROR_MISMATCH:
+        return "session of another model or other settings";
     }
     return "unknown status";
 }

@@ -33,17 +33,17 @@ static pkv_config llama(void)
 
 START_TEST(names)
 {
-    const char *names[9], *states[PKV_PAGE_STATES];
+    const char *names[12], *states[PKV_PAGE_STATES];
 
     ck_assert_str_eq(pkv_version(), PKV_VERSION);
     ck_assert_str_eq(pkv_strerror(PKV_OK), "success");
-    for (int i = 0; i < 9; i++) {
+    for (int i = 0; i < 12; i++) {
         names[i] = pkv_strerror((pkv_status)i);
         ck_assert_str_ne(names[i], pkv_strerror((pkv_status)99));
         for (int j = 0; j < i; j++)
             ck_assert_str_ne(names[i], names[j]);
     }
-    ck_assert_str_eq(pkv_strerror((pkv_status)9), pkv_strerror((pkv_status)-1));
+    ck_assert_str_eq(pkv_strerror((pkv_status)12), pkv_strerror((pkv_status)-1));
     for (int i = 0; i < PKV_PAGE_STATES; i++)
         states[i] = pkv_page_state_name((pkv_page_state)i);
     ck_assert_str_eq(states[PKV_PAGE_EMPTY], "empty");
