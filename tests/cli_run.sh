@@ -114,7 +114,7 @@ case $(value france text) in
 *) fail "the capital of France is $(value france text)" ;;
 esac
 same 'keys' "$(keys france)" "model backend isa threads kv kv_canonical page_tokens rank_k \
-rank_v prompt_tokens generated_tokens text token_ids finish_reason ttft_s tpot_s \
+rank_v prompt_tokens reused_tokens generated_tokens text token_ids finish_reason ttft_s tpot_s \
 prefill_tokens_per_s decode_tokens_per_s kv_bytes kv_bytes_raw kv_ratio kv_reserved_bytes \
 kv_peak_bytes factorize_s peak_rss_bytes "
 same kv "$(value france kv)" puzzle

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "policies/pages.h"
 #include "run.h"
 #include "runner/file_map.h"
 
@@ -25,6 +26,7 @@ enum {
     OPTION_RAW_PROMPT,
     OPTION_SYSTEM,
     OPTION_STOP,
+    OPTION_SESSION,
     OPTION_STATS,
     OPTION_JSON
 };
@@ -56,6 +58,8 @@ static const struct option_row rows[] = {
     {OPTION_RAW_PROMPT, "raw-prompt", NULL, "take the prompt as it is"},
     {OPTION_SYSTEM, "system", "TEXT", "the system message of the chat"},
     {OPTION_STOP, "stop", "TEXT", "end before TEXT is generated; may be repeated"},
+    {OPTION_SESSION, "session", "FILE",
+     "keep tokens and cache in FILE, and begin with what\nthe prompt has in common with it"},
     {OPTION_STATS, "stats", NULL, "print statistics to standard error"},
     {OPTION_JSON, "json", NULL, "print one JSON document instead of the text"},
     OPTION_ROWS_COMMON,
@@ -148,6 +152,11 @@ static bool set_option(struct run_arguments *a, int id, const char *value, struc
             return error_set(error, "--stop: the text is empty");
         a->stops[a->stop_count++] = value;
         return true;
+    case OPTION_SESSION:
+        if (*value == '\0')
+            return error_set(error, "--session: the name is empty");
+        a->session = value;
+        return true;
     case OPTION_STATS:
         a->stats = true;
         return true;
@@ -198,6 +207,8 @@ static bool read_arguments(int argc, char **argv, struct run_arguments *a, struc
         return error_set(error, "-i, --json: a chat is not one JSON document");
     if (a->interactive && a->file != NULL && strcmp(a->file, "-") == 0)
         return error_set(error, "-i, -f -: both would read standard input");
+    if (a->interactive && a->session != NULL)
+        return error_set(error, "-i, --session: a chat is not kept in a session");
     if (a->prompt != NULL && *a->prompt == '\0')
         return error_set(error, "-p: the prompt is empty");
     if (a->system != NULL && a->format == FORMAT_RAW)
@@ -214,7 +225,14 @@ static bool read_arguments(int argc, char **argv, struct run_arguments *a, struc
         a->kv = "puzzle";
     if (a->predict == 0)
         a->predict = a->interactive ? SIZE_MAX : 256;
-    return kv_spec_parse(a->kv, &a->spec, error);
+    if (!kv_spec_parse(a->kv, &a->spec, error))
+        return false;
+    if (a->session != NULL && !pages_keep_sessions(&a->spec))
+        return error_set(error,
+                         "--session, --kv %.80s: only raw, puzzle and puzzle-int4, and these with "
+                         "rope=post, can be kept in a session",
+                         a->kv);
+    return true;
 }
 
 /* ---- A run ----------------------------------------------------------------------------------- */
@@ -299,17 +317,23 @@ static bool open_generator(struct run *run, const struct token_list *prompt, str
         .continues = run->raw,
         .answer = {.stops = a->stops, .stop_count = a->stop_count, .silent = a->json}};
     struct kv_store_options *cache = &options.cache;
+    size_t context = 0, session = 0;
 
     cache->model = run->model;
     cache->dtype = a->dtype;
     cache->threads = a->threads;
-    if (!choose_context(run, prompt->count, &cache->max_tokens, error) ||
-        !kv_spec_resolve(&run->spec, run->model, error))
+    if (!choose_context(run, prompt->count, &context, error) ||
+        !kv_spec_resolve(&run->spec, run->model, error) ||
+        (a->session != NULL && !run_session_tokens(run, &session, error)))
         return false;
+    cache->max_tokens = context > session ? context : session;
     kv_spec_warn(&run->spec, RUN_PROGRAM);
     cache->max_step_tokens = a->interactive ? cache->max_tokens : prompt->count;
     options.spec = run->spec;
-    return generator_open(&run->generator, &options, error);
+    if (!generator_open(&run->generator, &options, error))
+        return false;
+    run->generator.context = context;
+    return run_session_load(run, prompt, session, error);
 }
 
 static bool open_run(struct run *run, struct error *error)
@@ -369,7 +393,9 @@ static bool run_once(struct run *run, enum exit_code *code, struct error *error)
         fprintf(stderr, "%s: interrupted while reading the prompt\n", RUN_PROGRAM);
     else if ((a->stats || (interrupted && !a->json)) && !run_print_stats(run, error))
         return false;
-    return !a->json || run_print_document(run, error);
+    if (a->json && !run_print_document(run, error))
+        return false;
+    return a->session == NULL || generation->prefilled == 0 || run_session_save(run, error);
 }
 
 int main(int argc, char **argv)

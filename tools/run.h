@@ -39,7 +39,8 @@ struct run_arguments {
     struct sampler_options sampling;
     enum prompt_format format;
     const char *system;
-    const char **stops; /* [stop_count], allocated */
+    const char *session; /* NULL: none */
+    const char **stops;  /* [stop_count], allocated */
     size_t stop_count;
     bool stats, json, help, version;
 };
@@ -54,11 +55,26 @@ struct run {
     struct conversation *conversation;
     struct text prompt; /* no data: there is none */
     struct generator generator;
+    size_t reused_tokens; /* of the prompt, from the session */
 };
 
 /* Talks with the user, after the answer to the first question if there is one in the generator,
  * until one of them ends; *code is then EXIT_DONE or EXIT_INTERRUPTED. */
 bool run_chat(struct run *run, enum exit_code *code, struct error *error);
+
+/* ---- The session, arguments->session -------------------------------------------------------- */
+
+/* How many tokens the session says it has; 0 where there is none yet. Fails if the file is being
+ * read, or is none that can be loaded. */
+bool run_session_tokens(const struct run *run, size_t *tokens, struct error *error);
+
+/* Loads the session of that many tokens, if any, into the open generator, whose store is empty and
+ * has room for them, and keeps what the prompt begins with, but for its last token. */
+bool run_session_load(struct run *run, const struct token_list *prompt, size_t tokens,
+                      struct error *error);
+
+/* Saves what is in the cache. */
+bool run_session_save(const struct run *run, struct error *error);
 
 /* ---- Results --------------------------------------------------------------------------------- */
 

@@ -68,7 +68,9 @@ bool run_print_stats(const struct run *run, struct error *error)
         return false;
     kv_spec_canonical(&run->spec, canonical);
     fprintf(stderr, "  %-20s %s\n", "KV cache", canonical);
-    fprintf(stderr, "  %-20s %zu\n", "prompt tokens", g->prompt_tokens);
+    fprintf(stderr, "  %-20s %zu\n", "prompt tokens", g->prompt_tokens + run->reused_tokens);
+    if (run->arguments->session != NULL)
+        fprintf(stderr, "  %-20s %zu\n", "reused tokens", run->reused_tokens);
     fprintf(stderr, "  %-20s %zu\n", "generated tokens", g->generated_tokens);
     fprintf(stderr, "  %-20s %s\n", "end", finish_words[g->finish]);
     print_measure("TTFT", r.ttft, 3, " s");
@@ -116,23 +118,25 @@ bool run_print_document(const struct run *run, struct error *error)
         }
     }
     return json_print(
-        json_pack(
-            "{s:o, s:s, s:s, s:i, s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:o, s:o, s:s, s:o, s:o, s:o, "
-            "s:o, s:I, s:I, s:o, s:I, s:I, s:o, s:I}",
-            "model", json_bytes(a->model, strlen(a->model)), "backend", "cpu", "isa", r.isa,
-            "threads", (int)a->threads, "kv", a->kv, "kv_canonical", canonical, "page_tokens",
-            value_or_null(run, "page"), "rank_k", value_or_null(run, "rk"), "rank_v",
-            value_or_null(run, "rv"), "prompt_tokens", (json_int_t)g->prompt_tokens,
-            "generated_tokens", (json_int_t)g->generated_tokens, "text",
-            json_bytes(generator->answer.text, generator->answer.size), "token_ids", ids,
-            "finish_reason", finish_names[g->finish], "ttft_s", json_finite(r.ttft), "tpot_s",
-            json_finite(r.tpot), "prefill_tokens_per_s", json_finite(r.prefill_rate),
-            "decode_tokens_per_s", json_finite(r.decode_rate), "kv_bytes",
-            (json_int_t)r.stats.payload_bytes, "kv_bytes_raw", (json_int_t)r.stats.raw_bytes,
-            "kv_ratio", json_finite(r.ratio), "kv_reserved_bytes",
-            (json_int_t)r.stats.reserved_bytes, "kv_peak_bytes",
-            (json_int_t)(r.stats.reserved_bytes + r.stats.transient_peak_bytes), "factorize_s",
-            json_finite(r.stats.factorize_seconds), "peak_rss_bytes",
-            (json_int_t)usage.ru_maxrss * 1024),
+        json_pack("{s:o, s:s, s:s, s:i, s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:o, s:o, s:s, "
+                  "s:o, s:o, s:o, "
+                  "s:o, s:I, s:I, s:o, s:I, s:I, s:o, s:I}",
+                  "model", json_bytes(a->model, strlen(a->model)), "backend", "cpu", "isa", r.isa,
+                  "threads", (int)a->threads, "kv", a->kv, "kv_canonical", canonical, "page_tokens",
+                  value_or_null(run, "page"), "rank_k", value_or_null(run, "rk"), "rank_v",
+                  value_or_null(run, "rv"), "prompt_tokens",
+                  (json_int_t)(g->prompt_tokens + run->reused_tokens), "reused_tokens",
+                  (json_int_t)run->reused_tokens, "generated_tokens",
+                  (json_int_t)g->generated_tokens, "text",
+                  json_bytes(generator->answer.text, generator->answer.size), "token_ids", ids,
+                  "finish_reason", finish_names[g->finish], "ttft_s", json_finite(r.ttft), "tpot_s",
+                  json_finite(r.tpot), "prefill_tokens_per_s", json_finite(r.prefill_rate),
+                  "decode_tokens_per_s", json_finite(r.decode_rate), "kv_bytes",
+                  (json_int_t)r.stats.payload_bytes, "kv_bytes_raw", (json_int_t)r.stats.raw_bytes,
+                  "kv_ratio", json_finite(r.ratio), "kv_reserved_bytes",
+                  (json_int_t)r.stats.reserved_bytes, "kv_peak_bytes",
+                  (json_int_t)(r.stats.reserved_bytes + r.stats.transient_peak_bytes),
+                  "factorize_s", json_finite(r.stats.factorize_seconds), "peak_rss_bytes",
+                  (json_int_t)usage.ru_maxrss * 1024),
         error);
 }

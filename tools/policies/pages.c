@@ -278,6 +278,40 @@ static bool open_pages(const struct kv_spec *spec, const struct kv_store_options
     return true;
 }
 
+bool pages_keep_sessions(const struct kv_spec *spec)
+{
+    return spec->policy == &policy_raw ||
+           ((spec->policy == &policy_puzzle || spec->policy == &policy_puzzle_int4) &&
+            kv_spec_count(spec, ROPE) == 0);
+}
+
+bool pages_save(struct kv_store *store, const pkv_session *session, const char *path,
+                struct error *error)
+{
+    struct pages *pages = from_store(store);
+
+    return pkv_seq_save_file(pages->seq, session, path) == PKV_OK ||
+           error_set(error, "%s: %s", path, pkv_cache_message(pages->cache));
+}
+
+bool pages_load(struct kv_store *store, pkv_session *session, const char *path, struct error *error)
+{
+    struct pages *pages = from_store(store);
+    pkv_seq *loaded;
+
+    /* There is room for one sequence. */
+    pkv_seq_close(pages->seq);
+    pages->seq = NULL;
+    if (pkv_seq_load_file(pages->cache, session, path, &loaded) != PKV_OK) {
+        error_set(error, "%s: %s", path, pkv_cache_message(pages->cache));
+        pkv_seq_open(pages->cache, &pages->seq);
+        return false;
+    }
+    pages->seq = loaded;
+    store->tokens = pkv_seq_tokens(loaded);
+    return true;
+}
+
 const struct policy policy_puzzle = {
     .name = "puzzle",
     .summary = "pages, old ones as low-rank factors; ratio for rk and rv",

@@ -29,6 +29,16 @@ bool pages_stats(pkv_cache *cache, struct kv_stats *stats, struct error *error);
 pkv_cache *pages_cache(struct kv_store *store);
 pkv_seq *pages_sequence(struct kv_store *store);
 
+/* Whether a store for the spec, which need not be resolved, is one of these. */
+bool pages_keep_sessions(const struct kv_spec *spec);
+
+/* Between a store of these policies and a session's file. To be loaded, it has to be empty, and
+ * stays so on failure. */
+bool pages_save(struct kv_store *store, const pkv_session *session, const char *path,
+                struct error *error);
+bool pages_load(struct kv_store *store, pkv_session *session, const char *path,
+                struct error *error);
+
 /* puzzle_pre.c: as the policy's `open`, for puzzle:rope=pre. */
 bool puzzle_pre_open(const struct kv_spec *spec, const struct kv_store_options *options,
                      struct kv_store **store, struct error *error);
