@@ -42,7 +42,9 @@ generate() {
     shift
     puzzlekv-eval generate-tasks "$model" --task "$@" -o "$work/$name.jsonl" > "$work/out" \
         2> "$work/err" || fail "generate-tasks $*: status $?: $(cat "$work/err")"
-    [ ! -s "$work/out" ] && [ ! -s "$work/err" ] || fail "generate-tasks $*: prints something"
+    if [ -s "$work/out" ] || [ -s "$work/err" ]; then
+        fail "generate-tasks $*: prints something"
+    fi
 }
 
 # row NAME N: the N-th row as a document of that name.
@@ -76,7 +78,9 @@ row chat 1
 row s1 1
 printf '%s %s' "$(value chat input)" "$(value chat gen_prefix)" > "$work/prompt"
 tokens=$(puzzlekv-eval tokenize "$model" -f "$work/prompt" | wc -w)
-[ "$tokens" -gt 700 ] && [ "$tokens" -lt 770 ] || fail "chat: $tokens tokens without the format"
+if [ "$tokens" -le 700 ] || [ "$tokens" -ge 770 ]; then
+    fail "chat: $tokens tokens without the format"
+fi
 
 refuse 1 'the task s1 needs at least ' generate-tasks "$model" --task s1 --length 20 --rows 1 \
     -o "$work/short.jsonl"
@@ -137,8 +141,8 @@ head -c 900 "$work/answers.jsonl" > "$work/half.jsonl"
 document again "$@" --kv puzzle:window=0 -t 2 -o "$work/half.jsonl" --resume
 cmp "$work/half.jsonl" "$work/answers.jsonl" || fail 'a continued file differs'
 same 'a continued score' "$(value again results)" "$(value alone results)"
-document done "$@" --kv puzzle:window=0 -o "$work/half.jsonl" --resume
-same 'a score that was there' "$(value done results)" "$(value alone results)"
+document finished "$@" --kv puzzle:window=0 -o "$work/half.jsonl" --resume
+same 'a score that was there' "$(value finished results)" "$(value alone results)"
 sed 's/"index": 1/"index": 7/' "$work/rows.jsonl" > "$work/changed.jsonl"
 refuse 1 '"file_digest" was ' tasks "$model" "$work/changed.jsonl" --max-new 12 \
     --kv puzzle:window=0 -o "$work/half.jsonl" --resume

@@ -29,6 +29,7 @@
 static struct file_map *_Atomic open_maps;
 static const char *guarded_program;
 static const char *_Atomic guarded_output;
+static atomic_flag is_reported = ATOMIC_FLAG_INIT;
 static bool clears_line; /* standard error is a terminal and may have a progress line */
 
 static void add_to_list(struct file_map *map)
@@ -77,6 +78,9 @@ static void report_lost_file(int number, siginfo_t *info, void *context)
             raise(number);
         return;
     }
+    /* Threads may meet the lost file at the same time: one of them speaks and ends the process. */
+    while (atomic_flag_test_and_set(&is_reported))
+        pause();
     if (clears_line) {
         memcpy(line, clear, sizeof clear - 1);
         start = sizeof clear - 1;
