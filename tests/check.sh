@@ -53,6 +53,11 @@ count_results()
     }'
 }
 
+find "$folder/tests" -name '*.trs' -exec grep -lE '^:global-test-result: (FAIL|ERROR)' {} + |
+    while read -r results; do
+        echo "--- ${results%.trs}: the end of its log"
+        tail -n 25 "${results%.trs}.log"
+    done
 total=$(count_results)
 echo "$total"
 case $total in
