@@ -239,8 +239,9 @@ static bool draw_plot(const struct eval_arguments *arguments, const struct resul
 {
     const size_t count = arguments->kv_count;
     struct plot_panel panels[] = {
-        {.title = arguments->file, .y_label = "perplexity"},
-        {.title = arguments->file, .y_label = "KL divergence from raw, nats a token"}};
+        {.title = plot_file_title(arguments->file), .y_label = "perplexity"},
+        {.title = plot_file_title(arguments->file),
+         .y_label = "KL divergence from raw, nats a token"}};
     struct plot_quality *points = calloc(count, sizeof *points);
     bool done = points != NULL || error_set(error, "out of memory for the plot");
 

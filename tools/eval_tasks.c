@@ -521,7 +521,7 @@ static bool print_json(const struct tasks *t, struct error *error)
 static bool draw_plot(const struct tasks *t, struct error *error)
 {
     const struct eval_arguments *a = t->arguments;
-    struct plot_panel panel = {.title = a->rows_file, .y_label = "score, %"};
+    struct plot_panel panel = {.title = plot_file_title(a->rows_file), .y_label = "score, %"};
     struct plot_quality *results = calloc(a->kv_count, sizeof *results);
     bool done;
 

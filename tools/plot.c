@@ -139,6 +139,13 @@ void plot_quality_free(struct plot_panel *panel)
     panel->series_count = 0;
 }
 
+const char *plot_file_title(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+
+    return slash != NULL && slash[1] != '\0' ? slash + 1 : path;
+}
+
 /* ---- The script ------------------------------------------------------------------------------ */
 
 /* A string of the script, as it is. */
@@ -175,17 +182,22 @@ static void write_series(FILE *script, const struct plot_series *series, size_t 
 {
     static const char *const colours[] = {"#0060ad", "#dd181f", "#2e8b57", "#c46a00", "#7a3e9d",
                                           "#00808a", "#8a6d3b", "#d6338a", "#555555", "#6b8e23"};
-    const char *colour = colours[(size_t)series->colour % (sizeof colours / sizeof *colours)];
+    enum { COLOURS = sizeof colours / sizeof *colours };
+    static const int point_types[] = {7, 9, 5, 13}; /* disc, triangle, square, diamond */
+    const char *colour = colours[series->colour % COLOURS];
+    const int point_type = point_types[series->colour / COLOURS % 4];
 
     if (series->bars)
         fprintf(script,
                 "$data_%zu_%zu using 1:2:3:4 with yerrorbars linecolor '%s' pointtype 0 notitle, ",
                 panel, index, colour);
-    fprintf(script, "$data_%zu_%zu using 1:2 with %s linecolor '%s' linewidth %s", panel, index,
-            series->style == PLOT_MARKS ? "linespoints pointtype 7 pointsize 0.5" : "lines", colour,
-            series->style == PLOT_LINE    ? "2.5"
-            : series->style == PLOT_MARKS ? "1"
-                                          : "0.4");
+    fprintf(script, "$data_%zu_%zu using 1:2 with ", panel, index);
+    if (series->style == PLOT_MARKS)
+        fprintf(script, "linespoints pointtype %d pointsize 0.7 linecolor '%s' linewidth 1",
+                point_type, colour);
+    else
+        fprintf(script, "lines linecolor '%s' linewidth %s", colour,
+                series->style == PLOT_LINE ? "2.5" : "0.4");
     if (series->name != NULL) {
         fputs(" title ", script);
         quote(script, series->name);
@@ -198,7 +210,7 @@ static void write_series(FILE *script, const struct plot_series *series, size_t 
 static void write_range(FILE *script, char axis, double least, double most)
 {
     if (least < most)
-        fprintf(script, "set %crange [*:*]\n", axis);
+        fprintf(script, "set %crange [*:*] noextend\n", axis);
     else
         fprintf(script, "set %crange [%.9g:%.9g]\n", axis, least - 0.5, least + 0.5);
 }
@@ -242,7 +254,7 @@ static void write_panel(FILE *script, const struct plot_panel *panel, size_t num
               ? "\nset offsets graph 0.05, graph 0.05, graph 0.05, graph 0.05"
               : "\nset offsets 0, 0, graph 0.05, 0",
           script);
-    fputs("\nset key outside below noenhanced\n", script);
+    fputs("\nset key outside right top vertical Left reverse samplen 2 noenhanced\n", script);
     write_ranges(script, panel);
     for (size_t i = 0; i < panel->series_count; i++)
         write_points(script, &panel->series[i], number, i);
@@ -267,7 +279,7 @@ static void write_script(FILE *script, const struct plot_panel *panels, size_t p
             "background rgb 'white'\n"
             "set grid linecolor '#dddddd'\nset border 3\nset tics nomirror out\n"
             "set multiplot layout 1,%zu\n",
-            60 + 580 * panel_count, panel_count);
+            40 + 700 * panel_count, panel_count);
     for (size_t i = 0; i < panel_count; i++)
         write_panel(script, &panels[i], i);
     fputs("unset multiplot\n", script);

@@ -44,6 +44,9 @@ bool plot_quality(const struct plot_quality *results, size_t count, bool bars,
                   struct plot_panel *panel, struct error *error);
 void plot_quality_free(struct plot_panel *panel);
 
+/* The title of a panel on a file: its name without folders. */
+const char *plot_file_title(const char *path);
+
 /* Fails if gnuplot cannot be run; so that a long run need not end with that. */
 bool plot_check(struct error *error);
 
