@@ -2,6 +2,7 @@
 /* Opening and closing caches, and their statistics. */
 #include "cache.h"
 #include "numeric.h"
+#include "structs.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -162,17 +163,20 @@ static pkv_status open_cache(const struct backend_ops *ops, const pkv_config *co
     return PKV_OK;
 }
 
-pkv_status cache_open_with(const struct backend_ops *ops, const pkv_config *config,
+pkv_status cache_open_with(const struct backend_ops *ops, const pkv_config *theirs,
                            pkv_cache **cache, char *message)
 {
     struct message text = {""};
+    pkv_config config;
     pkv_status status = PKV_ERROR_ARGUMENT;
 
     if (cache == NULL) {
         fail(&text, status, "cache: NULL");
     } else {
         *cache = NULL;
-        status = open_cache(ops, config, cache, &text);
+        status = storage_read_config(theirs, &config, &text);
+        if (status == PKV_OK)
+            status = open_cache(ops, &config, cache, &text);
     }
     if (message)
         snprintf(message, PKV_MESSAGE_BYTES, "%s", text.text);
@@ -281,11 +285,7 @@ static pkv_status check_stats(struct pkv_cache *cache, const pkv_stats *stats)
 {
     if (stats == NULL)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "stats: NULL");
-    if (stats->struct_size != sizeof *stats)
-        return fail(&cache->message, PKV_ERROR_ARGUMENT,
-                    "struct_size: %zu is not the size of this version's pkv_stats, %zu",
-                    stats->struct_size, sizeof *stats);
-    return PKV_OK;
+    return structs_check(&structs_stats, stats, &cache->message);
 }
 
 pkv_status pkv_cache_stats(pkv_cache *cache, pkv_stats *stats)
@@ -297,15 +297,17 @@ pkv_status pkv_cache_stats(pkv_cache *cache, pkv_stats *stats)
 
     if (status != PKV_OK)
         return status;
-    *stats = (pkv_stats){.struct_size = sizeof *stats,
-                         .sequences = cache->n_sequences,
-                         .tokens = cache_tokens(cache),
-                         .reserved_bytes = cache->ops->reserved_bytes(cache->backend),
-                         .transient_peak_bytes = cache->transient_peak_bytes,
-                         .factorized_pages = cache->factorized_pages,
-                         .factorize_seconds = cache->factorize_seconds,
-                         .capped_pages = cache->capped_pages};
-    add_slots(stats, cache);
+
+    pkv_stats result = {.sequences = cache->n_sequences,
+                        .tokens = cache_tokens(cache),
+                        .reserved_bytes = cache->ops->reserved_bytes(cache->backend),
+                        .transient_peak_bytes = cache->transient_peak_bytes,
+                        .factorized_pages = cache->factorized_pages,
+                        .factorize_seconds = cache->factorize_seconds,
+                        .capped_pages = cache->capped_pages};
+
+    add_slots(&result, cache);
+    structs_write(&structs_stats, &result, stats);
     return PKV_OK;
 }
 
@@ -319,11 +321,14 @@ pkv_status pkv_seq_stats(const pkv_seq *seq, pkv_stats *stats)
 
     if (status != PKV_OK)
         return status;
-    *stats = (pkv_stats){.struct_size = sizeof *stats, .sequences = 1, .tokens = seq->tokens};
+
+    pkv_stats result = {.sequences = 1, .tokens = seq->tokens};
+
     for (size_t p = 0; p < pages_count(policy, seq->tokens); p++)
-        add_page(stats, seq->cache, seq->table[p],
+        add_page(&result, seq->cache, seq->table[p],
                  pages_state(policy, seq->tokens, p, seq->table[p].kind),
                  pages_tokens(policy, seq->tokens, p));
-    stats->factorized_pages = stats->pages[PKV_PAGE_FACTORIZED];
+    result.factorized_pages = result.pages[PKV_PAGE_FACTORIZED];
+    structs_write(&structs_stats, &result, stats);
     return PKV_OK;
 }

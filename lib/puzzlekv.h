@@ -23,6 +23,11 @@
  *   - Pointers are not NULL unless it says so; a cache, sequence or step that is NULL is
  *     PKV_ERROR_ARGUMENT where a function returns a status.
  *   - Sizes and strides are counted in elements unless the name says bytes.
+ *   - A struct that begins with `struct_size` may be that of an older header, from 0.1.0 on, or of a
+ *     newer one. Where the library reads it, a field that the caller's header lacks counts as 0,
+ *     which means what the library did before it had the field, and one that the library lacks must
+ *     be 0. Where the library fills it, it writes as far as the caller's struct goes, and 0 into
+ *     fields that it lacks itself. Other structs never change.
  *   - The library changes no process-wide state: neither thread counts nor floating-point modes.
  *     The caller's rounding and flush-to-zero modes do not reach what it computes.
  *   - The same input gives the same bits for any number of threads and any batch; but see
@@ -127,7 +132,7 @@ typedef struct pkv_allocator {
  * the fields marked "required". The struct and what it points to are copied by pkv_cache_open().
  */
 typedef struct pkv_config {
-    size_t struct_size; /* sizeof(pkv_config), set by pkv_config_init() */
+    size_t struct_size; /* set by pkv_config_init() */
 
     size_t layers;      /* required, >= 1 */
     size_t query_heads; /* required, a multiple of kv_heads */
@@ -170,8 +175,9 @@ typedef struct pkv_config {
     pkv_allocator allocator; /* all zero */
 } pkv_config;
 
-/* Sets every field to the default named above and the required ones to 0. */
-void pkv_config_init(pkv_config *config);
+/* Sets every field to the default named above and the required ones to 0. `struct_size` is
+ * sizeof(pkv_config), which the library cannot know of its caller. */
+void pkv_config_init(pkv_config *config, size_t struct_size);
 
 /* ---- Storage, computed without a cache ------------------------------------------------------ */
 
@@ -283,7 +289,7 @@ typedef struct pkv_output {
 
 /* One layer's operands, after RoPE, in the backend's memory. Outputs must not overlap inputs. */
 typedef struct pkv_step_io {
-    size_t struct_size; /* sizeof(pkv_step_io) */
+    size_t struct_size; /* set by the caller: sizeof(pkv_step_io) */
     pkv_input q;        /* [rows, query_heads, d]; may be empty when out is; finiteness unchecked */
     pkv_input k;        /* [rows, kv_heads, d]; finite */
     pkv_input v;        /* [rows, kv_heads, d]; finite */

@@ -2,6 +2,7 @@
 /* Sequences: opening, closing, forking, truncating and looking into them. */
 #include "cache.h"
 #include "numeric.h"
+#include "structs.h"
 
 #include <string.h>
 
@@ -184,22 +185,25 @@ pkv_status pkv_seq_page(const pkv_seq *seq, size_t page, pkv_page_info *info)
 
     if (info == NULL)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "info: NULL");
-    if (info->struct_size != sizeof *info)
-        return fail(&cache->message, PKV_ERROR_ARGUMENT,
-                    "struct_size: %zu is not the size of this version's pkv_page_info, %zu",
-                    info->struct_size, sizeof *info);
+
+    pkv_status status = structs_check(&structs_page_info, info, &cache->message);
+
+    if (status != PKV_OK)
+        return status;
     if (page > SIZE_MAX / policy->page_tokens)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "page: %zu is out of range", page);
 
     if (page < pages_count(policy, seq->tokens))
         entry = seq->table[page];
-    *info = (pkv_page_info){.struct_size = sizeof *info,
-                            .state = pages_state(policy, seq->tokens, page, entry.kind),
+
+    pkv_page_info result = {.state = pages_state(policy, seq->tokens, page, entry.kind),
                             .first_token = page * policy->page_tokens,
                             .tokens = pages_tokens(policy, seq->tokens, page)};
-    info->bytes = storage_page_bytes(&cache->storage, entry.kind, info->tokens);
+
+    result.bytes = storage_page_bytes(&cache->storage, entry.kind, result.tokens);
     if (entry.kind != SLOT_NONE)
-        info->sharers = cache_pool(cache, entry.kind)->references[entry.slot];
+        result.sharers = cache_pool(cache, entry.kind)->references[entry.slot];
+    structs_write(&structs_page_info, &result, info);
     return PKV_OK;
 }
 

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "numeric.h"
+#include "structs.h"
 
 #define VERSION 1
 
@@ -91,17 +92,20 @@ static int last_part(struct page page)
     return page.kind == SLOT_FACTOR ? PART_V_RIGHT : PART_V;
 }
 
-static pkv_status check_session(struct message *message, const pkv_session *session,
-                                const char **model_id)
+/* A copy of the caller's session, in which model_id is not NULL. */
+static pkv_status read_session(struct message *message, const pkv_session *theirs,
+                               pkv_session *session)
 {
-    if (session == NULL)
+    if (theirs == NULL)
         return fail(message, PKV_ERROR_ARGUMENT, "session: NULL");
-    if (session->struct_size != sizeof *session)
-        return fail(message, PKV_ERROR_ARGUMENT,
-                    "struct_size: %zu is not the size of this version's pkv_session, %zu",
-                    session->struct_size, sizeof *session);
-    *model_id = session->model_id ? session->model_id : "";
-    if (strnlen(*model_id, PKV_MODEL_ID_BYTES) == PKV_MODEL_ID_BYTES)
+
+    pkv_status status = structs_read(&structs_session, theirs, session, message);
+
+    if (status != PKV_OK)
+        return status;
+    if (session->model_id == NULL)
+        session->model_id = "";
+    if (strnlen(session->model_id, PKV_MODEL_ID_BYTES) == PKV_MODEL_ID_BYTES)
         return fail(message, PKV_ERROR_ARGUMENT, "model_id: it is longer than %d bytes",
                     PKV_MODEL_ID_BYTES - 1);
     return PKV_OK;
@@ -215,15 +219,15 @@ static pkv_status put_layer(struct output *output, const struct pkv_seq *seq, si
     return status == PKV_OK ? end_section(output) : status;
 }
 
-pkv_status pkv_seq_save(pkv_seq *seq, const pkv_session *session, const pkv_writer *writer)
+pkv_status pkv_seq_save(pkv_seq *seq, const pkv_session *theirs, const pkv_writer *writer)
 {
     if (seq == NULL)
         return PKV_ERROR_ARGUMENT;
 
     const struct geometry *geometry = &seq->cache->geometry;
     struct message *message = &seq->cache->message;
-    const char *model_id;
-    pkv_status status = check_session(message, session, &model_id);
+    pkv_session session;
+    pkv_status status = read_session(message, theirs, &session);
 
     if (status != PKV_OK)
         return status;
@@ -233,14 +237,15 @@ pkv_status pkv_seq_save(pkv_seq *seq, const pkv_session *session, const pkv_writ
         return fail(message, PKV_ERROR_BUSY, "sequence: it is in the open step");
 
     struct output output = {.writer = writer, .message = message};
-    size_t user_bytes = session->user ? session->user_bytes : 0;
+    size_t id_bytes = strlen(session.model_id);
+    size_t user_bytes = session.user ? session.user_bytes : 0;
 
     XXH3_64bits_reset(&output.hash);
-    status = put_header(&output, seq, strlen(model_id), user_bytes);
+    status = put_header(&output, seq, id_bytes, user_bytes);
     if (status == PKV_OK)
-        status = put_model(&output, geometry, model_id, strlen(model_id));
+        status = put_model(&output, geometry, session.model_id, id_bytes);
     if (status == PKV_OK)
-        status = put(&output, session->user, user_bytes);
+        status = put(&output, session.user, user_bytes);
     if (status == PKV_OK)
         status = end_section(&output);
     if (status == PKV_OK)
@@ -541,20 +546,20 @@ static pkv_status get_sequence(struct input *input, struct pkv_seq *seq, size_t 
     return PKV_OK;
 }
 
-pkv_status pkv_seq_load(pkv_cache *cache, pkv_session *session, const pkv_reader *reader,
+pkv_status pkv_seq_load(pkv_cache *cache, pkv_session *theirs, const pkv_reader *reader,
                         pkv_seq **result)
 {
     if (cache == NULL)
         return PKV_ERROR_ARGUMENT;
 
     struct message *message = &cache->message;
-    const char *model_id;
+    pkv_session session;
 
     if (result == NULL)
         return fail(message, PKV_ERROR_ARGUMENT, "seq: NULL");
     *result = NULL;
 
-    pkv_status status = check_session(message, session, &model_id);
+    pkv_status status = read_session(message, theirs, &session);
 
     if (status != PKV_OK)
         return status;
@@ -569,12 +574,12 @@ pkv_status pkv_seq_load(pkv_cache *cache, pkv_session *session, const pkv_reader
     if (status == PKV_OK)
         status = check_settings(cache, message, numbers);
     if (status == PKV_OK)
-        status =
-            get_model(&input, &cache->geometry, model_id, (size_t)numbers[NUMBER_MODEL_ID_BYTES]);
+        status = get_model(&input, &cache->geometry, session.model_id,
+                           (size_t)numbers[NUMBER_MODEL_ID_BYTES]);
     if (status == PKV_OK)
-        status = check_sizes(cache, session, numbers);
+        status = check_sizes(cache, &session, numbers);
     if (status == PKV_OK)
-        status = get_user(&input, session->user, numbers[NUMBER_USER_BYTES]);
+        status = get_user(&input, session.user, numbers[NUMBER_USER_BYTES]);
     if (status == PKV_OK)
         status = pkv_seq_open(cache, &seq);
     if (status != PKV_OK)
@@ -584,7 +589,7 @@ pkv_status pkv_seq_load(pkv_cache *cache, pkv_session *session, const pkv_reader
         pkv_seq_close(seq);
         return status;
     }
-    session->user_bytes = (size_t)numbers[NUMBER_USER_BYTES];
+    theirs->user_bytes = (size_t)numbers[NUMBER_USER_BYTES];
     *result = seq;
     return PKV_OK;
 }
@@ -600,18 +605,18 @@ pkv_status pkv_session_info_of(const pkv_reader *reader, pkv_session_info *info,
         status = fail(&text, PKV_ERROR_ARGUMENT, "reader: NULL");
     else if (info == NULL)
         status = fail(&text, PKV_ERROR_ARGUMENT, "info: NULL");
-    else if (info->struct_size != sizeof *info)
-        status = fail(&text, PKV_ERROR_ARGUMENT,
-                      "struct_size: %zu is not the size of this version's pkv_session_info, %zu",
-                      info->struct_size, sizeof *info);
+    else
+        status = structs_check(&structs_session_info, info, &text);
     if (status == PKV_OK)
         status = get_header(&input, numbers);
     if (status == PKV_OK &&
         (numbers[NUMBER_TOKENS] > SIZE_MAX || numbers[NUMBER_USER_BYTES] > SIZE_MAX))
         status = fail(&text, PKV_ERROR_FORMAT, "tokens, user_bytes: more than memory can hold");
     if (status == PKV_OK) {
-        info->tokens = (size_t)numbers[NUMBER_TOKENS];
-        info->user_bytes = (size_t)numbers[NUMBER_USER_BYTES];
+        const pkv_session_info result = {.tokens = (size_t)numbers[NUMBER_TOKENS],
+                                         .user_bytes = (size_t)numbers[NUMBER_USER_BYTES]};
+
+        structs_write(&structs_session_info, &result, info);
     }
     if (message != NULL)
         snprintf(message, PKV_MESSAGE_BYTES, "%s", text.text);

@@ -2,6 +2,7 @@
 /* Steps: plan, layer by layer, commit or abort. */
 #include "cache.h"
 #include "numeric.h"
+#include "structs.h"
 
 #include <string.h>
 
@@ -285,7 +286,8 @@ static pkv_status check_io(struct pkv_step *step, pkv_step_io *io)
     return status;
 }
 
-static pkv_status check_layer(struct pkv_step *step, size_t layer, const pkv_step_io *io)
+static pkv_status check_layer(struct pkv_step *step, size_t layer, const pkv_step_io *io,
+                              pkv_step_io *known)
 {
     struct message *message = &step->cache->message;
 
@@ -297,11 +299,7 @@ static pkv_status check_layer(struct pkv_step *step, size_t layer, const pkv_ste
                     step->next_layer, step->cache->geometry.layers);
     if (io == NULL)
         return fail(message, PKV_ERROR_ARGUMENT, "io: NULL");
-    if (io->struct_size != sizeof *io)
-        return fail(message, PKV_ERROR_ARGUMENT,
-                    "struct_size: %zu is not the size of this version's pkv_step_io, %zu",
-                    io->struct_size, sizeof *io);
-    return PKV_OK;
+    return structs_read(&structs_step_io, io, known, message);
 }
 
 pkv_status pkv_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
@@ -314,15 +312,13 @@ pkv_status pkv_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
     if (!step->open)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: none is open");
 
-    pkv_status status = check_layer(step, layer, io);
+    pkv_step_io resolved;
+    pkv_status status = check_layer(step, layer, io, &resolved);
 
-    if (status == PKV_OK) {
-        pkv_step_io resolved = *io;
-
+    if (status == PKV_OK)
         status = check_io(step, &resolved);
-        if (status == PKV_OK)
-            status = cache->ops->step_layer(cache->backend, layer, &resolved);
-    }
+    if (status == PKV_OK)
+        status = cache->ops->step_layer(cache->backend, layer, &resolved);
     if (status != PKV_OK)
         step->failed = true;
     else

@@ -8,23 +8,26 @@
 #include <stdio.h>
 
 #include "numeric.h"
+#include "structs.h"
 
 /* OpenMP ends the process when it cannot start a thread; this many it can. */
 #define MAX_THREADS 1024u
 
-void pkv_config_init(pkv_config *config)
+void pkv_config_init(pkv_config *config, size_t struct_size)
 {
-    *config = (pkv_config){.struct_size = sizeof *config,
-                           .page_tokens = 32,
-                           .sink_pages = 1,
-                           .window_pages = 1,
-                           .factors_k = PKV_FACTORS_NATIVE,
-                           .factors_v = PKV_FACTORS_NATIVE,
-                           .rank_k = 16,
-                           .rank_v = 14,
-                           .solver = PKV_SOLVER_BATCHED,
-                           .dtype = PKV_BF16,
-                           .max_sequences = 1};
+    static const pkv_config defaults = {.page_tokens = 32,
+                                        .sink_pages = 1,
+                                        .window_pages = 1,
+                                        .factors_k = PKV_FACTORS_NATIVE,
+                                        .factors_v = PKV_FACTORS_NATIVE,
+                                        .rank_k = 16,
+                                        .rank_v = 14,
+                                        .solver = PKV_SOLVER_BATCHED,
+                                        .dtype = PKV_BF16,
+                                        .max_sequences = 1};
+
+    config->struct_size = struct_size;
+    structs_write(&structs_config, &defaults, config);
 }
 
 bool storage_dtype_valid(pkv_dtype dtype)
@@ -202,16 +205,8 @@ static void count_slots(const pkv_config *config, size_t *dense, size_t *factor)
 
 pkv_status storage_of(const pkv_config *config, struct storage *storage, struct message *message)
 {
-    pkv_status status;
+    pkv_status status = check_shape(config, message);
 
-    if (config == NULL)
-        return fail(message, PKV_ERROR_ARGUMENT, "config: NULL");
-    if (config->struct_size != sizeof *config)
-        return fail(message, PKV_ERROR_ARGUMENT,
-                    "struct_size: %zu is not the size of this version's pkv_config, %zu; call "
-                    "pkv_config_init() first",
-                    config->struct_size, sizeof *config);
-    status = check_shape(config, message);
     if (status == PKV_OK)
         status = check_choices(config, message);
     if (status != PKV_OK)
@@ -257,27 +252,36 @@ pkv_status storage_of(const pkv_config *config, struct storage *storage, struct 
     return PKV_OK;
 }
 
+pkv_status storage_read_config(const pkv_config *theirs, pkv_config *config,
+                               struct message *message)
+{
+    if (theirs == NULL)
+        return fail(message, PKV_ERROR_ARGUMENT, "config: NULL");
+    return structs_read(&structs_config, theirs, config, message);
+}
+
 size_t storage_page_bytes(const struct storage *storage, enum slot_kind kind, size_t tokens)
 {
     return kind == SLOT_FACTOR ? storage->factor_bytes : tokens * storage->token_bytes;
 }
 
-pkv_status pkv_footprint_of(const pkv_config *config, size_t tokens, pkv_footprint *footprint,
+pkv_status pkv_footprint_of(const pkv_config *theirs, size_t tokens, pkv_footprint *footprint,
                             char *message)
 {
     struct message text = {""};
     struct storage storage;
-    pkv_status status = storage_of(config, &storage, &text);
+    pkv_config config;
+    pkv_status status = storage_read_config(theirs, &config, &text);
 
+    if (status == PKV_OK)
+        status = storage_of(&config, &storage, &text);
     if (status == PKV_OK && footprint == NULL)
         status = fail(&text, PKV_ERROR_ARGUMENT, "footprint: NULL");
-    if (status == PKV_OK && footprint->struct_size != sizeof *footprint)
-        status = fail(&text, PKV_ERROR_ARGUMENT,
-                      "struct_size: %zu is not the size of this version's pkv_footprint, %zu",
-                      footprint->struct_size, sizeof *footprint);
-    if (status == PKV_OK && tokens > config->max_tokens)
+    if (status == PKV_OK)
+        status = structs_check(&structs_footprint, footprint, &text);
+    if (status == PKV_OK && tokens > config.max_tokens)
         status = fail(&text, PKV_ERROR_ARGUMENT, "tokens: %zu are more than max_tokens (%zu)",
-                      tokens, config->max_tokens);
+                      tokens, config.max_tokens);
     if (message)
         snprintf(message, PKV_MESSAGE_BYTES, "%s", text.text);
     if (status != PKV_OK)
@@ -285,16 +289,20 @@ pkv_status pkv_footprint_of(const pkv_config *config, size_t tokens, pkv_footpri
 
     size_t factorized = 0;
 
-    if (config->factors_k != PKV_FACTORS_NONE) {
-        factorized = tokens / config->page_tokens;
-        factorized -= min_size(factorized, config->window_pages);
-        factorized -= min_size(factorized, config->sink_pages);
+    if (config.factors_k != PKV_FACTORS_NONE) {
+        factorized = tokens / config.page_tokens;
+        factorized -= min_size(factorized, config.window_pages);
+        factorized -= min_size(factorized, config.sink_pages);
     }
-    footprint->payload_bytes =
-        storage_page_bytes(&storage, SLOT_DENSE, tokens - factorized * config->page_tokens) +
-        factorized * storage.factor_bytes;
-    footprint->raw_bytes = tokens * storage.token_bytes;
-    footprint->dense_slots = storage.dense_slots;
-    footprint->factor_slots = storage.factor_slots;
+
+    size_t dense_tokens = tokens - factorized * config.page_tokens;
+    const pkv_footprint result = {.payload_bytes =
+                                      storage_page_bytes(&storage, SLOT_DENSE, dense_tokens) +
+                                      factorized * storage.factor_bytes,
+                                  .raw_bytes = tokens * storage.token_bytes,
+                                  .dense_slots = storage.dense_slots,
+                                  .factor_slots = storage.factor_slots};
+
+    structs_write(&structs_footprint, &result, footprint);
     return PKV_OK;
 }

@@ -38,6 +38,11 @@ struct page_policy storage_policy(const pkv_config *config);
 size_t storage_rank_k(const pkv_config *config, size_t layer);
 size_t storage_rank_v(const pkv_config *config, size_t layer);
 
+/* A copy of the caller's configuration, of whatever version. `config` is not NULL; `theirs` may be.
+ * Errors: PKV_ERROR_ARGUMENT. */
+pkv_status storage_read_config(const pkv_config *theirs, pkv_config *config,
+                               struct message *message);
+
 /* Checks every field but `backend` and `isa`. On PKV_ERROR_ARGUMENT `message` begins with the name
  * of the field. */
 pkv_status storage_of(const pkv_config *config, struct storage *storage, struct message *message);

@@ -55,7 +55,7 @@ static pkv_config make_config(const struct shape *shape, pkv_dtype dtype, size_t
 {
     pkv_config config;
 
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     config.layers = shape->layers;
     config.query_heads = shape->query_heads;
     config.kv_heads = shape->kv_heads;

@@ -15,7 +15,7 @@ static pkv_config config_of(size_t layers, size_t query_heads, size_t kv_heads, 
 {
     pkv_config config;
 
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     config.layers = layers;
     config.query_heads = query_heads;
     config.kv_heads = kv_heads;
@@ -75,7 +75,7 @@ START_TEST(defaults)
     pkv_config config;
 
     memset(&config, 0xff, sizeof config);
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     ck_assert_uint_eq(config.struct_size, sizeof config);
     ck_assert_uint_eq(config.layers, 0);
     ck_assert_uint_eq(config.max_tokens, 0);

@@ -51,7 +51,7 @@ static void fill_cache(pkv_factors factors, struct result *result)
         k[i] = tests_random_float();
         v[i] = tests_random_float();
     }
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     config.layers = LAYERS;
     config.query_heads = config.kv_heads = KV_HEADS;
     config.head_dim = D;

@@ -37,7 +37,7 @@ static pkv_config config_of(pkv_factors factors, pkv_dtype dtype)
 {
     pkv_config config;
 
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     config.layers = LAYERS;
     config.query_heads = QUERY_HEADS;
     config.kv_heads = KV_HEADS;

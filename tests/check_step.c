@@ -33,7 +33,7 @@ static struct world *world_new(int backend)
     pkv_config *config = &world->config;
 
     world->backend = backend;
-    pkv_config_init(config);
+    pkv_config_init(config, sizeof *config);
     config->layers = LAYERS;
     config->query_heads = QUERY_HEADS;
     config->kv_heads = KV_HEADS;

@@ -700,7 +700,7 @@ static void walk_randomly(struct walk *walk, unsigned operations)
     size_t pages;
 
     walk->random = walk->seed * 2654435761u + 99;
-    pkv_config_init(&walk->config);
+    pkv_config_init(&walk->config, sizeof walk->config);
     walk->config.layers = 1 + below(walk, 2);
     walk->config.kv_heads = 1 + below(walk, 2);
     walk->config.query_heads = walk->config.kv_heads * (1 + below(walk, 2));

@@ -222,7 +222,7 @@ size_t tests_find_isas(const char *isas[TESTS_ISAS])
         pkv_config config;
         pkv_cache *cache;
 
-        pkv_config_init(&config);
+        pkv_config_init(&config, sizeof config);
         config.layers = config.query_heads = config.kv_heads = 1;
         config.head_dim = 64;
         config.max_tokens = 32;

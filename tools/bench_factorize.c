@@ -82,7 +82,7 @@ static bool cache_open(const struct bench_arguments *arguments, const struct mat
     char message[PKV_MESSAGE_BYTES];
     pkv_config config;
 
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     config.layers = 1;
     config.query_heads = config.kv_heads = m->heads;
     config.head_dim = m->dim;
@@ -354,7 +354,7 @@ static bool open_material(const struct bench_arguments *arguments, struct materi
     pkv_config config;
     size_t count;
 
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     *m = (struct material){.length = RANDOM_PAGE_TOKENS,
                            .dim = arguments->model.head_dim,
                            .heads = arguments->model.kv_heads,

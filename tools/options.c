@@ -544,7 +544,7 @@ bool machine_isa(const char **isa, struct error *error)
     pkv_cache *cache;
 
     /* The library tells it of an open cache; the smallest will do. */
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     config.layers = config.query_heads = config.kv_heads = 1;
     config.head_dim = 8;
     config.rank_k = config.rank_v = 1;

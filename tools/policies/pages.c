@@ -80,7 +80,7 @@ static bool resolve_puzzle(struct kv_spec *spec, const struct model *model, stru
 
 void pages_configure(const struct kv_spec *spec, const struct model *model, pkv_config *config)
 {
-    pkv_config_init(config);
+    pkv_config_init(config, sizeof *config);
     config->layers = model->layer_count;
     config->query_heads = model->query_heads;
     config->kv_heads = model->kv_heads;
