@@ -8,6 +8,7 @@
 set -eu
 
 packages="
+    abigail-tools
     autoconf
     automake
     build-essential
