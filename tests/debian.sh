@@ -30,11 +30,15 @@ if unshare -n true 2> /dev/null; then
     offline="unshare -n"
 fi
 
-# build FOLDER: the packages come to lie in it, beside their source.
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+git ls-files -z | tar --create --null --files-from=- --file="$scratch/source.tar"
+
+# build FOLDER: the packages come to lie in it.
 build() {
     rm -rf "$1/puzzlekv"
     mkdir -p "$1/puzzlekv"
-    git ls-files -z | tar --null --files-from=- --create | tar --extract --directory="$1/puzzlekv"
+    tar --extract --file="$scratch/source.tar" --directory="$1/puzzlekv"
     # shellcheck disable=SC2086
     (cd "$1/puzzlekv" && DEB_BUILD_OPTIONS="$options parallel=$(nproc)" \
         $offline dpkg-buildpackage -us -uc) > "$1/log" 2>&1 || {
@@ -48,10 +52,10 @@ build "$folder"
 lintian --display-info --pedantic --fail-on error,warning,info,pedantic "$folder"/*.changes
 [ $twice -eq 1 ] || exit 0
 
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
-build "$scratch"
+mkdir "$scratch/again"
+export LC_ALL=C TZ=Pacific/Kiritimati
+build "$scratch/again"
 for package in "$folder"/*.deb; do
-    cmp "$package" "$scratch/$(basename "$package")"
+    cmp "$package" "$scratch/again/$(basename "$package")"
 done
 echo "$(find "$folder" -name '*.deb' | wc -l) packages, the same when built twice"
