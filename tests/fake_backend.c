@@ -102,6 +102,10 @@ static pkv_status fake_open(const struct geometry *geometry, size_t dense_slots,
     if (isa != NULL && strcmp(isa, "generic") != 0)
         return fail(message, PKV_ERROR_UNSUPPORTED, "isa: \"%.32s\" is not supported", isa);
 
+    if ((geometry->factors_k == PKV_FACTORS_INT4 || geometry->factors_v == PKV_FACTORS_INT4) &&
+        geometry->head_dim < geometry->policy.page_tokens)
+        return fail(message, PKV_ERROR_UNSUPPORTED, "factors: as INT4 with too few columns");
+
     struct backend *backend = memory_allocate(memory, 1, sizeof *backend);
 
     if (backend == NULL)
@@ -373,6 +377,50 @@ static pkv_status fake_rebuild(struct backend *backend, uint32_t factor_slot, ui
     return PKV_OK;
 }
 
+/* Factors as codes: a token's id is in L's first code of its row, the upper bits, and in R's scale
+ * of its column. */
+#define SCALE_BITS 14
+
+/* Where scale i lies in the part. */
+static size_t scale_at(const struct part_form *form, size_t i)
+{
+    return form->rows * form->columns / 2 + i * sizeof(uint16_t);
+}
+
+static void read_codes(const struct part_form *form, bool left, size_t tokens, const float *from,
+                       unsigned char *part)
+{
+    memset(part, 0, parts_bytes(form, sizeof *from));
+    for (size_t t = 0; t < tokens; t++) {
+        size_t id = (size_t)from[t] / 128, element = t * form->columns;
+        uint16_t scale = (uint16_t)(id & (((size_t)1 << SCALE_BITS) - 1));
+
+        if (left)
+            part[element / 2] |= (unsigned char)(id >> SCALE_BITS << 4 * (element % 2));
+        else
+            memcpy(part + scale_at(form, t), &scale, sizeof scale);
+    }
+}
+
+/* Into numbers that are the token's of the other part. */
+static void write_codes(const struct part_form *form, bool left, size_t tokens, size_t layer,
+                        size_t kv_head, bool value, const unsigned char *part, float *to)
+{
+    for (size_t t = 0; t < tokens; t++) {
+        size_t id = (size_t)to[t] / 128, element = t * form->columns;
+        size_t low = id & (((size_t)1 << SCALE_BITS) - 1), high = id >> SCALE_BITS;
+        uint16_t scale;
+
+        if (left) {
+            high = part[element / 2] >> 4 * (element % 2) & 15;
+        } else {
+            memcpy(&scale, part + scale_at(form, t), sizeof scale);
+            low = scale;
+        }
+        to[t] = fake_number(high << SCALE_BITS | low, layer, kv_head, value);
+    }
+}
+
 static pkv_status fake_read(struct backend *backend, struct page page, size_t layer, size_t kv_head,
                             size_t tokens, enum page_part part, void *out)
 {
@@ -388,10 +436,8 @@ static pkv_status fake_read(struct backend *backend, struct page page, size_t la
         violate(backend, "a part is read that is not there", 0, 0);
     if (factors == PKV_FACTORS_INT4 && part != PART_K && part != PART_V) {
         struct part_form form = parts_form(part, factors, tokens, dim, rank);
-        size_t bytes = parts_bytes(&form, sizeof(float));
 
-        for (size_t i = 0; i < bytes; i++)
-            ((unsigned char *)out)[i] = ((const unsigned char *)from)[i % (tokens * sizeof *from)];
+        read_codes(&form, part == PART_K_LEFT || part == PART_V_LEFT, tokens, from, out);
     } else if (part == PART_K || part == PART_V) {
         for (size_t i = 0; i < tokens * dim; i++)
             to[i] = from[i / dim];
@@ -402,6 +448,31 @@ static pkv_status fake_read(struct backend *backend, struct page page, size_t la
         for (size_t i = 0; i < rank * dim; i++)
             to[i] = i < dim ? 1 : 0;
     }
+    return PKV_OK;
+}
+
+/* Keeps of factors what fake_read() makes them of. */
+static pkv_status fake_write(struct backend *backend, struct page page, size_t layer,
+                             size_t kv_head, size_t tokens, enum page_part part, const void *in)
+{
+    const struct geometry *geometry = backend->geometry;
+    bool value = part == PART_V || part == PART_V_LEFT || part == PART_V_RIGHT;
+    bool dense = part == PART_K || part == PART_V;
+    bool left = part == PART_K_LEFT || part == PART_V_LEFT;
+    pkv_factors factors = value ? geometry->factors_v : geometry->factors_k;
+    size_t rank = value ? geometry->rank_v[layer] : geometry->rank_k[layer];
+    struct part_form form = parts_form(part, factors, tokens, geometry->head_dim, rank);
+    float *to = numbers(backend, page, layer, kv_head, value);
+
+    if ((page.kind == SLOT_FACTOR) == dense)
+        violate(backend, "a part is written that is not there", 0, 0);
+    if (page.slot >= (dense ? backend->dense_slots : backend->factor_slots))
+        violate(backend, "a slot that is not there is written", 0, 0);
+    if (form.coded)
+        write_codes(&form, left, tokens, layer, kv_head, value, in, to);
+    else if (dense || left)
+        for (size_t t = 0; t < tokens; t++)
+            to[t] = ((const float *)in)[t * form.columns];
     return PKV_OK;
 }
 
@@ -418,4 +489,5 @@ const struct backend_ops backend_fake = {
     .step_capped_pages = fake_step_capped_pages,
     .rebuild = fake_rebuild,
     .read = fake_read,
+    .write = fake_write,
 };

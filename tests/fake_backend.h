@@ -22,8 +22,8 @@ pkv_allocator counting_allocator(struct counting_allocator *counting);
 /*
  * f32 storage and inputs alone. All d elements of a row must be the same whole number: that of
  * fake_number(). A factor slot keeps the same numbers, read back as L = (number, 0, ...),
- * R = (1 ... 1; 0 ...), so that L R is exact; as INT4 as parts filled with the bytes of these
- * numbers, so that digests tell pages apart.
+ * R = (1 ... 1; 0 ...), so that L R is exact; as INT4, for which d must be at least P, as codes and
+ * scales that hold the token's id, so that digests tell pages apart. Both may be written again.
  *
  * A query reads the tokens that it sees, in order, into a checksum, fake_mix(), which fills its row
  * of `out`; lse is the number of these tokens.
