@@ -113,6 +113,39 @@ static void seed_rows(void)
     seed_text("jsonl", "{\"outputs\": {\"a\": [1, 2.5e3, true, null]}}\n{\"index\"");
 }
 
+/* A byte before the session says what it is of: see fuzz_session.c. */
+static void seed_sessions(void)
+{
+    static const size_t lengths[] = {SAMPLE_SESSION_TOKENS, 20, 3, 0};
+
+    for (size_t i = 0; i < SAMPLE_SESSIONS * sizeof lengths / sizeof lengths[0]; i++) {
+        const unsigned char first = (unsigned char)(i % SAMPLE_SESSIONS | (i % 2 ? 0x80 : 0));
+        struct bytes session = sample_session(i % SAMPLE_SESSIONS, lengths[i / SAMPLE_SESSIONS]);
+        struct bytes bytes = {0};
+
+        bytes_append(&bytes, &first, 1);
+        bytes_append(&bytes, session.data, session.size);
+        bytes_free(&session);
+        seed("session", bytes);
+    }
+}
+
+/* Any bytes are calls. */
+static void seed_calls(void)
+{
+    uint32_t random = 1;
+
+    for (size_t size = 64; size <= 1024; size += 64) {
+        struct bytes bytes = {0};
+
+        for (size_t i = 0; i < size; i++) {
+            random = random * 1664525u + 1013904223u;
+            bytes_append(&bytes, &(unsigned char){(unsigned char)(random >> 24)}, 1);
+        }
+        seed("api", bytes);
+    }
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 2) {
@@ -125,5 +158,7 @@ int main(int argc, char **argv)
     seed_tokenizers();
     seed_kv_specs();
     seed_rows();
+    seed_sessions();
+    seed_calls();
     return 0;
 }

@@ -26,7 +26,7 @@ case ${1-} in
 esac
 seconds=$1
 shift
-[ $# -gt 0 ] || set -- chat config gguf index jsonl kv_spec safetensors text tokenizer
+[ $# -gt 0 ] || set -- api chat config gguf index jsonl kv_spec safetensors session text tokenizer
 for target in "$@"; do
     if [ ! -f "$root/tests/fuzz/fuzz_$target.c" ]; then
         echo "run.sh: there is no target $target" >&2
@@ -82,7 +82,12 @@ start()
         set_dict=-dict=$root/tests/fuzz/gguf.dict
         longest=40960
         ;;
-    text) set_dict= ;;
+    api)
+        # Three bytes make a call, and after each call everything is compared.
+        set_dict=
+        longest=1024
+        ;;
+    session | text) set_dict= ;;
     esac
     # A file of 40 KiB must never make for one block of 16 MiB, nor take ten seconds.
     "$folder/tests/fuzz/fuzz_$1" ${set_dict:+"$set_dict"} -max_total_time="$seconds" \

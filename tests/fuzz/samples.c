@@ -497,3 +497,101 @@ const char *const sample_templates[SAMPLE_TEMPLATES] = {
     "\"[/INST]\" }}\n        {%- endif %}\n    {%- elif message[\"role\"] == \"assistant\" %}\n"
     "        {{- message[\"content\"] + eos_token}}\n    {%- endif %}\n{%- endfor %}\n",
 };
+
+/* --- sessions --------------------------------------------------------------------------------- */
+
+enum { SESSION_LAYERS = 2, SESSION_HEADS = 2, SESSION_DIM = 8, SESSION_ROWS = 64 };
+
+void sample_session_settings(size_t kind, pkv_config *config)
+{
+    static const size_t ranks_k[SESSION_LAYERS] = {2, 3}, ranks_v[SESSION_LAYERS] = {1, 4};
+    static const struct {
+        pkv_factors k, v;
+    } factors[] = {{PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE},
+                   {PKV_FACTORS_INT4, PKV_FACTORS_INT4},
+                   {PKV_FACTORS_NATIVE, PKV_FACTORS_INT4},
+                   {PKV_FACTORS_NONE, PKV_FACTORS_NONE}};
+    static const pkv_dtype dtypes[] = {PKV_BF16, PKV_F16, PKV_F32};
+
+    pkv_config_init(config);
+    config->layers = SESSION_LAYERS;
+    config->query_heads = SESSION_HEADS;
+    config->kv_heads = 1;
+    config->head_dim = SESSION_DIM;
+    config->page_tokens = SAMPLE_PAGE_ELEMENTS / SESSION_DIM;
+    config->factors_k = factors[kind % 4].k;
+    config->factors_v = factors[kind % 4].v;
+    config->layer_rank_k = ranks_k;
+    config->layer_rank_v = ranks_v;
+    config->dtype = dtypes[kind / 4];
+    config->max_sequences = 2;
+    config->max_tokens = 2 * SAMPLE_SESSION_TOKENS + 10;
+    config->threads = 1;
+}
+
+pkv_status sample_session_step(pkv_cache *cache, pkv_seq *seq, size_t tokens)
+{
+    float q[SESSION_ROWS * SESSION_HEADS * SESSION_DIM], out[sizeof q / sizeof *q];
+    float k[SESSION_ROWS * SESSION_DIM], v[SESSION_ROWS * SESSION_DIM];
+    const pkv_step_io io = {.struct_size = sizeof io,
+                            .q = {.data = q},
+                            .k = {.data = k},
+                            .v = {.data = v},
+                            .out = {.data = out}};
+    const pkv_step_item item = {seq, tokens};
+    uint32_t random = 1;
+    pkv_step *step;
+    pkv_status status;
+
+    for (size_t i = 0; i < sizeof q / sizeof *q; i++)
+        q[i] = (float)(i % 7) - 3;
+    for (size_t i = 0; i < sizeof k / sizeof *k; i++) {
+        random = random * 1664525u + 1013904223u;
+        k[i] = (float)(random >> 24) / 128 - 1;
+        v[i] = (float)(random >> 16 & 255) / 128 - 1;
+    }
+    status = pkv_step_begin(cache, &item, 1, &step);
+    for (size_t layer = 0; layer < SESSION_LAYERS && status == PKV_OK; layer++)
+        status = pkv_step_layer(step, layer, &io);
+    if (status == PKV_OK)
+        status = pkv_step_end(step);
+    else
+        pkv_step_abort(step);
+    return status;
+}
+
+pkv_seq *sample_session_sequence(pkv_cache *cache)
+{
+    pkv_seq *seq;
+
+    if (pkv_seq_open(cache, &seq) != PKV_OK ||
+        sample_session_step(cache, seq, SAMPLE_SESSION_TOKENS) != PKV_OK)
+        abort();
+    return seq;
+}
+
+static int append_session(void *opaque, const void *data, size_t size)
+{
+    bytes_append(opaque, data, size);
+    return 0;
+}
+
+struct bytes sample_session(size_t kind, size_t tokens)
+{
+    static char user[] = "user data";
+    const pkv_session session = {sizeof session, SAMPLE_SESSION_MODEL, user, sizeof user};
+    struct bytes bytes = {0};
+    const pkv_writer writer = {append_session, &bytes};
+    pkv_config config;
+    pkv_cache *cache;
+    pkv_seq *seq;
+
+    sample_session_settings(kind, &config);
+    if (pkv_cache_open(&config, &cache, NULL) != PKV_OK)
+        abort();
+    seq = sample_session_sequence(cache);
+    if (pkv_seq_truncate(seq, tokens) != PKV_OK || pkv_seq_save(seq, &session, &writer) != PKV_OK)
+        abort();
+    pkv_cache_close(cache);
+    return bytes;
+}

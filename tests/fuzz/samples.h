@@ -3,6 +3,7 @@
 #ifndef PUZZLEKV_TESTS_FUZZ_SAMPLES_H
 #define PUZZLEKV_TESTS_FUZZ_SAMPLES_H
 
+#include <puzzlekv.h>
 #include <stdint.h>
 
 #include "../gguf_writer.h"
@@ -49,5 +50,21 @@ struct bytes sample_tokenizer(size_t kind);
 /* Chat templates (Jinja), one of each format. */
 #define SAMPLE_TEMPLATES 5
 extern const char *const sample_templates[SAMPLE_TEMPLATES];
+
+/* Kinds of caches for sessions: each form of factors in each type. */
+#define SAMPLE_SESSIONS      12
+#define SAMPLE_SESSION_MODEL "sample"
+#define SAMPLE_PAGE_ELEMENTS 64
+void sample_session_settings(size_t kind, pkv_config *config);
+
+/* A step of one sequence; aborted where it fails. */
+pkv_status sample_session_step(pkv_cache *cache, pkv_seq *seq, size_t tokens);
+
+/* A new sequence with pages in every state. */
+pkv_seq *sample_session_sequence(pkv_cache *cache);
+
+/* It as a session, cut to `tokens` tokens; at most 8 KiB. */
+struct bytes sample_session(size_t kind, size_t tokens);
+#define SAMPLE_SESSION_TOKENS 43
 
 #endif
