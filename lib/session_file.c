@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <libgen.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -175,14 +176,17 @@ pkv_status pkv_seq_save_file(pkv_seq *seq, const pkv_session *session, const cha
     if (!S_ISREG(old.st_mode))
         return fail(message, PKV_ERROR_IO, "path: it is not a regular file");
 
-    char *real = realpath(path, NULL);
+    struct memory *memory = &seq->cache->memory;
+    char *real = memory_allocate(memory, PATH_MAX, 1);
+    pkv_status status;
 
     if (real == NULL)
-        return fail_system(message, "realpath", errno);
-
-    pkv_status status = save_beside(seq, session, real, &old);
-
-    free(real);
+        return fail(message, PKV_ERROR_MEMORY, "path: out of memory");
+    if (realpath(path, real) == NULL)
+        status = fail_system(message, "realpath", errno);
+    else
+        status = save_beside(seq, session, real, &old);
+    memory_release(memory, real);
     return status;
 }
 

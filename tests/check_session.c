@@ -1072,6 +1072,7 @@ START_TEST(files)
     ck_assert_str_eq(message, "open: No such file or directory");
     ck_assert_int_eq(pkv_seq_save_file(seq, &session, folder), PKV_ERROR_IO);
     ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("none/s")), PKV_ERROR_IO);
+    ck_assert_int_eq(pkv_seq_save_file(seq, &session, "/dev/full"), PKV_ERROR_IO);
     ck_assert_int_eq(mkfifo(path_of("pipe"), 0600), 0);
     ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("pipe")), PKV_ERROR_IO);
     ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("pipe"), &copy), PKV_ERROR_IO);
@@ -1129,8 +1130,10 @@ START_TEST(killed_while_saving)
     pkv_seq *seqs[2] = {open_sequence(cache, GROWN), open_sequence(cache, CUT_IN_PAGE)}, *copy;
     const pkv_session session = session_of("m");
     pkv_session loaded = session_of("m");
+    size_t files;
 
     ck_assert_int_eq(pkv_seq_save_file(seqs[0], &session, path_of("s")), PKV_OK);
+    files = files_in_folder();
     tests_seed(11);
     for (int i = 0; i < 100; i++) {
         pid_t child = fork();
@@ -1148,6 +1151,9 @@ START_TEST(killed_while_saving)
         digest = digest_of(copy);
         ck_assert(digest == digest_of(seqs[0]) || digest == digest_of(seqs[1]));
         ck_assert_int_eq(pkv_seq_close(copy), PKV_OK);
+        /* The temporary file of the save that was cut short, if that. */
+        ck_assert_uint_le(files_in_folder(), files + 1);
+        files = files_in_folder();
     }
     pkv_cache_close(cache);
 }
