@@ -208,7 +208,7 @@ static pkv_status call_config_init(struct world *world)
     pkv_config config;
 
     arm(world);
-    pkv_config_init(&config);
+    pkv_config_init(&config, sizeof config);
     disarm(world);
     return PKV_OK;
 }
