@@ -132,7 +132,7 @@ static struct world *open_world(pkv_factors factors, pkv_solver solver)
     pkv_config *config = &world->config;
 
     world->session = (pkv_session){sizeof world->session, "m", user, sizeof user};
-    pkv_config_init(config);
+    pkv_config_init(config, sizeof *config);
     config->layers = LAYERS;
     config->query_heads = config->kv_heads = HEADS;
     config->head_dim = DIM;
