@@ -32,7 +32,6 @@ unchanged() {
 for kv in static int4 h2o puzzle:rope=pre puzzle-int4:rope=pre; do
     refuse 2 "--session, --kv $kv: only raw" none.gguf -p x --session "$work/s" --kv "$kv"
 done
-refuse 2 '-i, --session' none.gguf -i --session "$work/s"
 refuse 2 '--session: the name is empty' none.gguf -p x --session ''
 
 need_model
@@ -105,7 +104,154 @@ grep -q "^  reused tokens  *$((tokens - 1))\$" "$work/err" || fail "--stats: $(c
 [ "$(stat -c %a "$work/s")" = 600 ] || fail "the session's mode is $(stat -c %a "$work/s")"
 [ "$(ls "$work"/s.* 2> /dev/null)" = "" ] || fail "left behind: $(ls "$work"/s.*)"
 
+# ---- Chats
+
+TERM=xterm
+export TERM
+pty_run=${PUZZLEKV_BUILD:?}/tests/pty_run
+system='You answer in one sentence.'
+first='What is the capital of France?'
+second='And of Italy?'
+third='Which has more people?'
+
+# chat OUTPUT ARGUMENT...: one, through a pipe.
+chat() {
+    output=$work/$1
+    shift
+    puzzlekv-run "$model" -i -n 8 --ctx 300 --system "$system" "$@" > "$output" 2> "$work/err"
+}
+
+# row ROW: the first word of a row in the last statistics.
+row() {
+    sed -n "s/^  $1  *\([^ ]*\).*/\1/p" "$work/err" | tail -n 1
+}
+
+# typed STATUS ARGUMENT...: the script on standard input, typed to a chat. What it answers goes to
+# $work/text, everything else to $work/shown.
+typed() {
+    status=$1
+    shift
+    # shellcheck disable=SC2016 # the inner shell's
+    "$pty_run" "$work/shown" sh -c 'out=$1; shift; exec puzzlekv-run "$@" > "$out"' sh \
+        "$work/text" "$model" -i -n 8 --ctx 300 --system "$system" "$@"
+    same "status of a typed chat: $(cat "$work/shown")" $? "$status"
+}
+
+# Three turns in three runs are what they are in one.
+printf '%s\n%s\n%s\n' "$first" "$second" "$third" | chat at_once || fail "$(cat "$work/err")"
+same 'answers' "$(wc -l < "$work/at_once")" 3
+rm -f "$work/s"
+echo "$first" | chat turn1 --session "$work/s" --stats || fail "$(cat "$work/err")"
+same 'reused by the first turn' "$(row 'reused tokens')" 0
+cached=$(row 'cached tokens')
+typed 0 --session "$work/s" << END
+expect /help lists the commands
+expect a conversation of 2 turns goes on
+expect >
+send $second\r
+expect >
+send /quit\r
+END
+cp "$work/text" "$work/turn2"
+cp "$work/s" "$work/two"
+echo "$third" | chat turn3 --session "$work/s" --stats || fail "$(cat "$work/err")"
+cat "$work/turn1" "$work/turn2" "$work/turn3" | cmp - "$work/at_once" ||
+    fail 'other answers in three runs than in one'
+[ "$(row 'reused tokens')" -gt "$cached" ] || fail "the third turn reuses $(row 'reused tokens')"
+same 'prompt and answer of the third turn' "$(row 'cached tokens')" \
+    $(($(row 'prompt tokens') + $(row 'generated tokens') - 1))
+
+# Another system message is another conversation: all of it is read again.
+cp "$work/two" "$work/s"
+echo "$third" | chat other --session "$work/s" --system 'Bonjour.' --stats ||
+    fail "$(cat "$work/err")"
+[ "$(row 'reused tokens')" -lt 5 ] || fail "another system message: $(row 'reused tokens') reused"
+
+# It is saved after every turn: one that is killed goes on with the next message.
+rm -f "$work/s"
+mkfifo "$work/messages"
+puzzlekv-run "$model" -i -n 8 --ctx 300 --system "$system" --session "$work/s" \
+    < "$work/messages" > "$work/killed" 2> "$work/err" &
+exec 3> "$work/messages"
+echo "$first" >&3
+i=0
+while [ $i -lt 600 ] && [ ! -e "$work/s" ]; do
+    sleep 0.1
+    i=$((i + 1))
+done
+kill -KILL $!
+wait $!
+exec 3>&-
+echo "$second" | chat again --session "$work/s" || fail "$(cat "$work/err")"
+cmp "$work/again" "$work/turn2" || fail 'another answer after a chat that was killed'
+
+# An answer to one prompt goes on as a chat, with the first message as an option.
+rm -f "$work/s"
+puzzlekv-run "$model" -n 8 --system "$system" -p "$first" --session "$work/s" > "$work/text" ||
+    fail 'a prompt for a chat'
+chat again --session "$work/s" -p "$second" < /dev/null || fail "$(cat "$work/err")"
+cmp "$work/again" "$work/turn2" || fail 'another answer after a prompt that was no chat'
+
+# /reset is a new conversation, which takes the place of the old one.
+cp "$work/two" "$work/s"
+printf '/reset\n%s\n' "$first" | chat reset --session "$work/s" || fail "$(cat "$work/err")"
+cmp "$work/reset" "$work/turn1" || fail 'another answer after /reset'
+echo "$second" | chat again --session "$work/s" || fail "$(cat "$work/err")"
+cmp "$work/again" "$work/turn2" || fail 'another answer in the run after /reset'
+
+# Raw text goes on as well.
+rm -f "$work/s"
+printf '1, 2, 3,\n' | puzzlekv-run "$model" -i --raw-prompt -n 6 --session "$work/s" \
+    > "$work/raw1" || fail 'raw text with a session'
+printf ' 7,\n' | puzzlekv-run "$model" -i --raw-prompt -n 6 --session "$work/s" > "$work/raw2" ||
+    fail 'more raw text with a session'
+printf '1, 2, 3,\n 7,\n' | puzzlekv-run "$model" -i --raw-prompt -n 6 | grep . > "$work/raw"
+cat "$work/raw1" "$work/raw2" | grep . | cmp - "$work/raw" || fail 'other raw text in two runs'
+
+# Where it cannot be saved, the chat goes on.
+printf '%s\n%s\n' "$first" "$second" | chat lost --session "$work/none/s"
+same 'status of a chat that is not saved' $? 1
+cat "$work/turn1" "$work/turn2" | cmp - "$work/lost" || fail 'other answers without a folder'
+same 'messages without a folder' "$(grep -c "^puzzlekv-run: $work/none/s: " "$work/err")" 2
+
+# ---- Ctrl-C
+
+# In the prompt: the session is as it was. In the answer: it has what was answered.
+puzzlekv-run "$model" --raw-prompt -p '1, 2, 3, 4, 5, 6,' -n 4000 --session "$work/ended" \
+    > "$work/text" 2> "$work/err" &
+wait_ready $! "$work/text"
+kill -INT $!
+wait $!
+same 'status after Ctrl-C in an answer' $? 130
+printf '1, 2, 3, 4, 5, 6,%s' "$(cat "$work/text")" > "$work/prompt"
+document ended "$model" --raw-prompt -f "$work/prompt" -n 2 --session "$work/ended"
+[ "$(value ended reused_tokens)" -gt 0 ] || fail 'nothing is reused after Ctrl-C in an answer'
+head -c 12000 "$source/COPYING" > "$work/prompt"
+cat "$source/README.md" >> "$work/prompt"
+head -c 20000 "$work/prompt" > "$work/long_prompt"
+cp "$work/two" "$work/s"
+puzzlekv-run "$model" -f "$work/long_prompt" -n 1 --session "$work/s" > "$work/text" \
+    2> "$work/err" &
+wait_ready $! /nonexistent
+kill -INT $!
+wait $!
+same 'status after Ctrl-C in a prompt' $? 130
+cmp "$work/two" "$work/s" || fail 'Ctrl-C in a prompt changed the session'
+[ "$(ls "$work"/s.* 2> /dev/null)" = "" ] || fail "left behind: $(ls "$work"/s.*)"
+
 # ---- What is refused
+
+# User data that someone made: ids that the model does not have, turns that end early.
+cp "$work/two" "$work/s"
+"$PUZZLEKV_BUILD/tests/session_edit" "$work/s" 4 ff ff ff 7f || fail 'session_edit'
+unchanged refuse 1 "$work/s: token id 2147483647 " "$model" -i --session "$work/s"
+unchanged refuse 1 "$work/s: token id 2147483647 " "$model" -p x --session "$work/s"
+cp "$work/two" "$work/s"
+tokens=$(($(od -An -t u8 -j 104 -N 8 "$work/s")))
+"$PUZZLEKV_BUILD/tests/session_edit" "$work/s" $((4 * tokens)) ff ff ff ff || fail 'session_edit'
+unchanged refuse 1 "$work/s: user data: the conversation ends in a turn" "$model" -i \
+    --session "$work/s"
+cp "$work/two" "$work/s"
 
 unchanged refuse 1 "$work/s: dtype: " "$model" -p x --session "$work/s" --dtype f16
 unchanged refuse 1 "$work/s: page_tokens: " "$model" -p x --session "$work/s" --kv puzzle:page=64
@@ -127,6 +273,19 @@ done
 unchanged refuse 1 "end: " "$model" -p x --session "$work/s"
 printf 'GGUF0000000000000000' > "$work/s"
 unchanged refuse 1 "magic: " "$model" -p x --session "$work/s"
+
+# A disk that is full: the answer is there, the old session too.
+(
+    trap '' XFSZ
+    ulimit -f 16
+    puzzlekv-run "$model" -p x -n 1 --session "$work/two" > "$work/out" 2> "$work/err"
+)
+same 'status with a full disk' $? 1
+grep -q "^puzzlekv-run: $work/two: write: File too large" "$work/err" || fail "$(cat "$work/err")"
+[ -s "$work/out" ] || fail 'no answer with a full disk'
+[ "$(ls "$work"/two.* 2> /dev/null)" = "" ] || fail "left behind: $(ls "$work"/two.*)"
+echo "$third" | chat again --session "$work/two" || fail "$(cat "$work/err")"
+cmp "$work/again" "$work/turn3" || fail 'another answer after a full disk'
 
 # One that cannot be written: the answer is there, and the status says so.
 puzzlekv-run "$model" -p x -n 1 --session "$work/none/s" > "$work/out" 2> "$work/err"

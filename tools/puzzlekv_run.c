@@ -207,8 +207,6 @@ static bool read_arguments(int argc, char **argv, struct run_arguments *a, struc
         return error_set(error, "-i, --json: a chat is not one JSON document");
     if (a->interactive && a->file != NULL && strcmp(a->file, "-") == 0)
         return error_set(error, "-i, -f -: both would read standard input");
-    if (a->interactive && a->session != NULL)
-        return error_set(error, "-i, --session: a chat is not kept in a session");
     if (a->prompt != NULL && *a->prompt == '\0')
         return error_set(error, "-p: the prompt is empty");
     if (a->system != NULL && a->format == FORMAT_RAW)
@@ -306,7 +304,7 @@ static bool choose_context(const struct run *run, size_t prompt, size_t *context
     return true;
 }
 
-static bool open_generator(struct run *run, const struct token_list *prompt, struct error *error)
+static bool open_generator(struct run *run, size_t prompt, struct error *error)
 {
     const struct run_arguments *a = run->arguments;
     struct generator_options options = {
@@ -317,31 +315,46 @@ static bool open_generator(struct run *run, const struct token_list *prompt, str
         .continues = run->raw,
         .answer = {.stops = a->stops, .stop_count = a->stop_count, .silent = a->json}};
     struct kv_store_options *cache = &options.cache;
-    size_t context = 0, session = 0;
+    size_t context = 0;
 
     cache->model = run->model;
     cache->dtype = a->dtype;
     cache->threads = a->threads;
-    if (!choose_context(run, prompt->count, &context, error) ||
+    if (!choose_context(run, prompt, &context, error) ||
         !kv_spec_resolve(&run->spec, run->model, error) ||
-        (a->session != NULL && !run_session_tokens(run, &session, error)))
+        (a->session != NULL && !run_session_open(run, error)))
         return false;
-    cache->max_tokens = context > session ? context : session;
+    cache->max_tokens = context > run->session.tokens ? context : run->session.tokens;
     kv_spec_warn(&run->spec, RUN_PROGRAM);
-    cache->max_step_tokens = a->interactive ? cache->max_tokens : prompt->count;
+    cache->max_step_tokens = a->interactive ? cache->max_tokens : prompt;
     options.spec = run->spec;
     if (!generator_open(&run->generator, &options, error))
         return false;
     run->generator.context = context;
-    return run_session_load(run, prompt, session, error);
+    return run_session_load(run, error);
+}
+
+/* What is to be answered, unless it comes by and by. */
+static bool ask_once(struct run *run, struct error *error)
+{
+    struct token_list prompt = {0};
+    size_t kept;
+
+    if (!conversation_ask(run->conversation, run->prompt.data, run->prompt.size, &prompt, &kept,
+                          error) ||
+        !model_check_ids(run->model, run->arguments->model, prompt.ids, prompt.count, error) ||
+        !open_generator(run, prompt.count, error) || !run_session_keep(run, &prompt, error)) {
+        token_list_free(&prompt);
+        return false;
+    }
+    token_list_free(&run->generator.tokens);
+    run->generator.tokens = prompt;
+    return true;
 }
 
 static bool open_run(struct run *run, struct error *error)
 {
     const struct run_arguments *a = run->arguments;
-    struct token_list prompt = {0};
-    size_t kept;
-    bool done;
 
     if (a->cuda)
         return error_set(error, "--backend cuda: this build has no CUDA backend; it has: cpu");
@@ -352,16 +365,7 @@ static bool open_run(struct run *run, struct error *error)
         warning_print(RUN_PROGRAM, a->model, tokenizer_doubt(run->tokenizer));
     if (!open_conversation(run, error))
         return false;
-    done = (run->prompt.data == NULL ||
-            (conversation_ask(run->conversation, run->prompt.data, run->prompt.size, &prompt, &kept,
-                              error) &&
-             model_check_ids(run->model, a->model, prompt.ids, prompt.count, error))) &&
-           open_generator(run, &prompt, error);
-    if (done)
-        run->generator.tokens = prompt;
-    else
-        token_list_free(&prompt);
-    return done;
+    return a->interactive ? open_generator(run, 0, error) : ask_once(run, error);
 }
 
 static void close_run(struct run *run)
@@ -395,7 +399,11 @@ static bool run_once(struct run *run, enum exit_code *code, struct error *error)
         return false;
     if (a->json && !run_print_document(run, error))
         return false;
-    return a->session == NULL || generation->prefilled == 0 || run_session_save(run, error);
+    if (a->session == NULL || generation->prefilled == 0)
+        return true;
+    return conversation_answer(run->conversation, generator->answer.text, generator->answer.size,
+                               error) &&
+           run_session_save(run, error);
 }
 
 int main(int argc, char **argv)

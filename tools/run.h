@@ -55,7 +55,8 @@ struct run {
     struct conversation *conversation;
     struct text prompt; /* no data: there is none */
     struct generator generator;
-    size_t reused_tokens; /* of the prompt, from the session */
+    pkv_session_info session; /* what it says of itself; all 0: there is none yet */
+    size_t reused_tokens;     /* of the prompt, from the session */
 };
 
 /* Talks with the user, after the answer to the first question if there is one in the generator,
@@ -64,16 +65,18 @@ bool run_chat(struct run *run, enum exit_code *code, struct error *error);
 
 /* ---- The session, arguments->session -------------------------------------------------------- */
 
-/* How many tokens the session says it has; 0 where there is none yet. Fails if the file is being
- * read, or is none that can be loaded. */
-bool run_session_tokens(const struct run *run, size_t *tokens, struct error *error);
+/* Reads what the session says of itself, if it is there. Fails if the file is being read, or is
+ * none that can be loaded. */
+bool run_session_open(struct run *run, struct error *error);
 
-/* Loads the session of that many tokens, if any, into the open generator, whose store is empty and
- * has room for them, and keeps what the prompt begins with, but for its last token. */
-bool run_session_load(struct run *run, const struct token_list *prompt, size_t tokens,
-                      struct error *error);
+/* Loads the session, if it is there, into the open generator, whose store is empty and has room for
+ * it. A chat's conversation, which is empty, becomes the one that is in the session. */
+bool run_session_load(struct run *run, struct error *error);
 
-/* Saves what is in the cache. */
+/* Keeps what the prompt begins with, but for its last token. */
+bool run_session_keep(struct run *run, const struct token_list *prompt, struct error *error);
+
+/* Saves what is in the cache, and the conversation. */
 bool run_session_save(const struct run *run, struct error *error);
 
 /* ---- Results --------------------------------------------------------------------------------- */

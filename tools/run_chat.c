@@ -10,6 +10,8 @@ struct session {
     struct run *run;
     struct message_input *input;
     bool terminal;
+    bool resumed; /* what is in the cache is from the session */
+    bool unsaved; /* the last answer is not in the session */
     bool done;
     enum exit_code code; /* once done */
 };
@@ -38,6 +40,18 @@ static bool report(const struct session *session, struct error *error)
     return !run->arguments->stats || run_print_stats(run, error);
 }
 
+/* The conversation goes on where it cannot be kept. */
+static void save(struct session *session)
+{
+    struct error error;
+
+    if (session->run->arguments->session == NULL)
+        return;
+    session->unsaved = !run_session_save(session->run, &error);
+    if (session->unsaved)
+        say(error.text);
+}
+
 /* Answers the question whose ids are there; the first `kept` of them go back if it comes to no
  * answer. */
 static bool answer(struct session *session, size_t kept, struct error *error)
@@ -61,24 +75,30 @@ static bool answer(struct session *session, size_t kept, struct error *error)
     /* The template has its own end of an answer. */
     if (generation->finish == FINISH_END)
         generator->tokens.count--;
-    return report(session, error) && conversation_answer(run->conversation, generator->answer.text,
-                                                         generator->answer.size, error);
+    if (!report(session, error) || !conversation_answer(run->conversation, generator->answer.text,
+                                                        generator->answer.size, error))
+        return false;
+    save(session);
+    return true;
 }
 
-static bool ask(struct session *session, const struct message *message, struct error *error)
+static bool ask(struct session *session, const char *text, size_t length, struct error *error)
 {
     struct run *run = session->run;
     struct generator *generator = &run->generator;
     size_t kept;
 
-    if (!text_check_utf8("message", message->text, message->size, error) ||
-        !conversation_ask(run->conversation, message->text, message->size, &generator->tokens,
-                          &kept, error)) {
+    if (!text_check_utf8("message", text, length, error) ||
+        !conversation_ask(run->conversation, text, length, &generator->tokens, &kept, error)) {
         say(error->text);
         return true;
     }
-    if (!generator_rewind(generator, kept, error))
+    if (!model_check_ids(run->model, run->arguments->model, generator->tokens.ids + kept,
+                         generator->tokens.count - kept, error) ||
+        !generator_rewind(generator, kept, error))
         return false;
+    run->reused_tokens = session->resumed ? kv_store_tokens(generator->store) : 0;
+    session->resumed = false;
     if (generator->tokens.count > generator->context) {
         fprintf(stderr,
                 "%s: the message does not fit: with it the conversation has %zu tokens, and the "
@@ -95,6 +115,7 @@ static bool ask(struct session *session, const struct message *message, struct e
 
 static bool command_reset(struct session *session, struct error *error)
 {
+    session->resumed = false;
     conversation_clear(session->run->conversation);
     if (!generator_restart(&session->run->generator, error))
         return false;
@@ -169,15 +190,32 @@ static bool interrupted(struct session *session, bool again)
     return true;
 }
 
+static void greet(const struct session *session)
+{
+    size_t turns;
+
+    if (session->run->prompt.size == 0)
+        say("/help lists the commands");
+    if (!session->resumed)
+        return;
+    (void)conversation_turns(session->run->conversation, &turns);
+    if (turns > 0)
+        fprintf(stderr, "%s: a conversation of %zu turns goes on; /reset begins a new one\n",
+                RUN_PROGRAM, turns);
+    else if (!session->run->raw)
+        say("there is no conversation in the session; a new one begins");
+}
+
 static bool converse(struct session *session, struct error *error)
 {
+    const struct text *prompt = &session->run->prompt;
     struct message message = {.kind = MESSAGE_TEXT};
     bool going = true;
 
-    if (session->run->prompt.size > 0)
-        going = answer(session, 0, error);
-    else if (session->terminal)
-        say("/help lists the commands");
+    if (session->terminal)
+        greet(session);
+    if (prompt->size > 0)
+        going = ask(session, prompt->data, prompt->size, error);
     while (going && !session->done) {
         enum message_kind previous = message.kind;
 
@@ -185,7 +223,7 @@ static bool converse(struct session *session, struct error *error)
             return false;
         switch (message.kind) {
         case MESSAGE_TEXT:
-            going = ask(session, &message, error);
+            going = ask(session, message.text, message.size, error);
             break;
         case MESSAGE_COMMAND:
             going = obey(session, &message, error);
@@ -203,7 +241,7 @@ static bool converse(struct session *session, struct error *error)
 
 bool run_chat(struct run *run, enum exit_code *code, struct error *error)
 {
-    struct session session = {.run = run};
+    struct session session = {.run = run, .resumed = run->generator.tokens.count > 0};
     bool done;
 
     if (!message_input_open(RUN_PROGRAM, &session.input, error))
@@ -213,6 +251,6 @@ bool run_chat(struct run *run, enum exit_code *code, struct error *error)
         interrupt_outlive();
     done = converse(&session, error);
     message_input_close(session.input);
-    *code = session.code;
+    *code = session.unsaved && session.code == EXIT_DONE ? EXIT_FAILED : session.code;
     return done;
 }

@@ -180,6 +180,25 @@ bool conversation_answer(struct conversation *conversation, const char *text, si
            append_turn(conversation, CHAT_ASSISTANT, text, length, error);
 }
 
+bool conversation_resume(struct conversation *conversation, const struct chat_turn turns[2],
+                         struct error *error)
+{
+    if (conversation->chat == NULL)
+        return true;
+    if (!append_turn(conversation, CHAT_USER, turns[0].text, turns[0].length, error))
+        return false;
+    if (append_turn(conversation, CHAT_ASSISTANT, turns[1].text, turns[1].length, error))
+        return true;
+    remove_last(conversation);
+    return false;
+}
+
+const struct chat_turn *conversation_turns(const struct conversation *conversation, size_t *count)
+{
+    *count = conversation->count;
+    return conversation->turns;
+}
+
 void conversation_take_back(struct conversation *conversation)
 {
     if (conversation->chat != NULL)

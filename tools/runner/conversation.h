@@ -34,9 +34,18 @@ void conversation_close(struct conversation *conversation);
 bool conversation_ask(struct conversation *conversation, const char *text, size_t length,
                       struct token_list *tokens, size_t *kept, struct error *error);
 
+/* Adds a question and its answer from another time; nothing without `chat`. On failure all is as
+ * before. */
+bool conversation_resume(struct conversation *conversation, const struct chat_turn turns[2],
+                         struct error *error);
+
 /* Adds the answer to the last question. */
 bool conversation_answer(struct conversation *conversation, const char *text, size_t length,
                          struct error *error);
+
+/* The questions and answers so far, by turns; none without `chat`. They last until the next call.
+ */
+const struct chat_turn *conversation_turns(const struct conversation *conversation, size_t *count);
 
 /* Takes the last question, which has no answer, back; the caller cuts the tokens to *kept. */
 void conversation_take_back(struct conversation *conversation);
