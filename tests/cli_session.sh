@@ -46,6 +46,13 @@ for kv in raw puzzle puzzle-int4; do
     tokens=$(value first prompt_tokens)
     same "tokens of the first run with $kv" "$(counts first)" "$tokens 0 8"
 
+    # What is stored, and less than 1 % beside it.
+    bytes=$(stat -c %s "$work/s")
+    stored=$(value first kv_bytes)
+    if [ "$bytes" -le "$stored" ] || [ $((100 * (bytes - stored))) -ge "$stored" ]; then
+        fail "a session of $bytes bytes for $stored with $kv"
+    fi
+
     # The same again: all but the last token is there, dense pages at the end.
     run again s "$text" -n 8 --kv $kv
     same "tokens of the same prompt with $kv" "$(counts again)" "$tokens $((tokens - 1)) 8"
@@ -89,13 +96,25 @@ cp "$work/puzzle.session" "$work/s"
 run ctx s "$early" -n 50 --ctx $(($(value early prompt_tokens) + 3))
 same 'tokens up to --ctx' "$(value ctx generated_tokens) $(value ctx finish_reason)" '4 length'
 
-# Another instruction set and another number of threads.
-cp "$work/puzzle.session" "$work/s"
-PUZZLEKV_ISA=generic
+# Instruction sets read each other's sessions, with another number of threads.
+isas=
+for isa in generic avx2 avx512 neon; do
+    PUZZLEKV_ISA=$isa puzzlekv-run --version > "$work/out" 2>&1 && isas="$isas $isa"
+done
 export PUZZLEKV_ISA
-run generic s "$text" -n 2 -t 1
+for from in $isas; do
+    PUZZLEKV_ISA=$from
+    run "$from" "$from" "$early" -n 1
+    for to in $isas; do
+        PUZZLEKV_ISA=$to
+        cp "$work/$from" "$work/s"
+        run to s "$early" -n 1 -t 1
+        same "$to with a session of $from" "$(value to isa) $(counts to)" \
+            "$to $(value early prompt_tokens) $(($(value early prompt_tokens) - 1)) 1"
+    done
+done
 unset PUZZLEKV_ISA
-same 'reused with generic' "$(counts generic)" "$tokens $((tokens - 1)) 2"
+cp "$work/puzzle.session" "$work/s"
 
 # In words.
 puzzlekv-run "$model" --raw-prompt -p "$text" -n 2 --session "$work/s" --stats > "$work/out" \
