@@ -464,8 +464,9 @@ pkv_status pkv_seq_load(pkv_cache *cache, pkv_session *session, const pkv_reader
 /*
  * The same with a file. It is written whole or not at all: a temporary file beside it, PATH.XXXXXX,
  * replaces it once it is on the disk. Links are followed; a file that is not a regular one is
- * PKV_ERROR_IO. The new file has the mode of the one that it replaces, else only its owner may read
- * it. A file with bytes behind the session is PKV_ERROR_FORMAT. Messages do not repeat the path.
+ * PKV_ERROR_IO, and so is a link to nothing. The new file has the mode of the one that it replaces,
+ * else only its owner may read it. A file with bytes behind the session is PKV_ERROR_FORMAT. Saving
+ * may be PKV_ERROR_MEMORY. Messages do not repeat the path.
  */
 pkv_status pkv_seq_save_file(pkv_seq *seq, const pkv_session *session, const char *path);
 pkv_status pkv_seq_load_file(pkv_cache *cache, pkv_session *session, const char *path,

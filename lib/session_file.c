@@ -171,6 +171,8 @@ pkv_status pkv_seq_save_file(pkv_seq *seq, const pkv_session *session, const cha
     if (stat(path, &old) != 0) {
         if (errno != ENOENT)
             return fail_system(message, "stat", errno);
+        if (lstat(path, &old) == 0)
+            return fail(message, PKV_ERROR_IO, "path: it is a link to nothing");
         return save_beside(seq, session, path, NULL);
     }
     if (!S_ISREG(old.st_mode))

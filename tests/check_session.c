@@ -1073,6 +1073,11 @@ START_TEST(files)
     ck_assert_int_eq(pkv_seq_save_file(seq, &session, folder), PKV_ERROR_IO);
     ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("none/s")), PKV_ERROR_IO);
     ck_assert_int_eq(pkv_seq_save_file(seq, &session, "/dev/full"), PKV_ERROR_IO);
+    ck_assert_int_eq(unlink(path_of("link")), 0);
+    ck_assert_int_eq(symlink("none", path_of("link")), 0);
+    ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("link")), PKV_ERROR_IO);
+    ck_assert_str_eq(pkv_cache_message(cache), "path: it is a link to nothing");
+    ck_assert_uint_eq(mode_of(path_of("link")) & S_IFMT, S_IFLNK);
     ck_assert_int_eq(mkfifo(path_of("pipe"), 0600), 0);
     ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("pipe")), PKV_ERROR_IO);
     ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("pipe"), &copy), PKV_ERROR_IO);
