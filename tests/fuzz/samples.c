@@ -513,7 +513,7 @@ void sample_session_settings(size_t kind, pkv_config *config)
                    {PKV_FACTORS_NONE, PKV_FACTORS_NONE}};
     static const pkv_dtype dtypes[] = {PKV_BF16, PKV_F16, PKV_F32};
 
-    pkv_config_init(config);
+    pkv_config_init(config, sizeof *config);
     config->layers = SESSION_LAYERS;
     config->query_heads = SESSION_HEADS;
     config->kv_heads = 1;
