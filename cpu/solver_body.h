@@ -556,7 +556,7 @@ static void rotate(size_t begin, size_t end, const float *log, size_t lanes, siz
         save(left + end * ld + j * LANES, upper[j]);
 }
 
-/* Columns of Y: the log backwards, on unit vectors. */
+/* Columns of Y times SOLVER_UNIT: the log backwards, on unit vectors. */
 static void apply_log(const struct solver_batch *batch, size_t sweeps)
 {
     const size_t length = batch->length;
@@ -571,7 +571,7 @@ static void apply_log(const struct solver_batch *batch, size_t sweeps)
             float column = batch->order[i * lanes + page];
 
             if (column < (float)batch->rank[page])
-                left[i * ld + (size_t)column] = 1.0f;
+                left[i * ld + (size_t)column] = SOLVER_UNIT;
         }
     }
     for (size_t page = 0; page < batch->pages; page += TURN) {
@@ -590,7 +590,7 @@ static void apply_log(const struct solver_batch *batch, size_t sweeps)
     }
 }
 
-/* L = Q Y of one panel of one page. */
+/* Q Y of one panel of one page. */
 static void reflect(const struct solver_batch *batch, size_t page, size_t ld, float *left)
 {
     const size_t length = batch->length;

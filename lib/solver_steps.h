@@ -33,6 +33,13 @@
 #define SOLVER_TINY 0x1p-80f
 
 /*
+ * What unit vectors have instead of 1 until the columns of L get their length: a power of two
+ * changes no bit of them, but products of many small rotations stay above 2^-126, below which some
+ * processors take a hundred times as long. Squares of it do not overflow.
+ */
+#define SOLVER_UNIT 0x1p60f
+
+/*
  * A page that is still at row l of its tridiagonal matrix after this many sweeps of QL is left as
  * it is. Pages of random numbers take less than 2 sweeps a row. That the cap grows with l bounds
  * the rotations of any pages that are swept together: see solver_rotations().
