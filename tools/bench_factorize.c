@@ -28,12 +28,13 @@ const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT] = {
     {"ssyevr", true, PEER_SSYEVR, 0},
 };
 
-/* What all solvers are given: the same K and V again and again, of one layer. */
+/* What all solvers are given: the same K and V again and again, for all layers. */
 struct material {
     size_t length, dim, heads; /* of a page, and KV heads */
     size_t rank_k, rank_v;
     float *k, *v; /* [STEP_PAGES * length, heads, dim] */
-    size_t pages; /* of tokens, in all */
+    size_t pages; /* of tokens */
+    size_t layers;
 };
 
 /* K or V of one head of one page of tokens. */
@@ -53,9 +54,15 @@ static struct problem problem_at(const struct material *m, size_t number)
     return p;
 }
 
+/* Of one layer. */
 static size_t problems_of(const struct material *m, size_t pages)
 {
     return pages * m->heads * 2;
+}
+
+static size_t all_problems(const struct material *m)
+{
+    return problems_of(m, m->pages) * m->layers;
 }
 
 struct contestant {
@@ -76,14 +83,14 @@ static bool cache_failed(const struct contestant *c, struct error *error)
 /* ---- The library's --------------------------------------------------------------------------- */
 
 static bool cache_open(const struct bench_arguments *arguments, const struct material *m,
-                       const struct bench_solver *solver, pkv_dtype dtype, size_t pages,
-                       pkv_cache **cache, struct error *error)
+                       const struct bench_solver *solver, pkv_dtype dtype, size_t layers,
+                       size_t pages, pkv_cache **cache, struct error *error)
 {
     char message[PKV_MESSAGE_BYTES];
     pkv_config config;
 
     pkv_config_init(&config, sizeof config);
-    config.layers = 1;
+    config.layers = layers;
     config.query_heads = config.kv_heads = m->heads;
     config.head_dim = m->dim;
     config.page_tokens = m->length;
@@ -102,13 +109,21 @@ static bool cache_open(const struct bench_arguments *arguments, const struct mat
     return true;
 }
 
-/* Takes `pages` pages of tokens as a prompt. */
-static bool store(const struct contestant *c, const struct material *m, pkv_cache *cache,
-                  pkv_seq *seq, size_t pages, struct error *error)
+static bool store_layers(const struct material *m, pkv_step *step, size_t layers)
 {
     const pkv_step_io io = {
         .struct_size = sizeof io, .k = {m->k, PKV_F32, 0, 0}, .v = {m->v, PKV_F32, 0, 0}};
 
+    for (size_t layer = 0; layer < layers; layer++)
+        if (pkv_step_layer(step, layer, &io) != PKV_OK)
+            return false;
+    return true;
+}
+
+/* Takes `pages` pages of tokens as a prompt. */
+static bool store(const struct contestant *c, const struct material *m, pkv_cache *cache,
+                  pkv_seq *seq, size_t layers, size_t pages, struct error *error)
+{
     for (size_t done = 0, some; done < pages; done += some) {
         pkv_step *step;
 
@@ -117,7 +132,7 @@ static bool store(const struct contestant *c, const struct material *m, pkv_cach
         some = pages - done < STEP_PAGES ? pages - done : STEP_PAGES;
         if (pkv_step_begin(cache, &(pkv_step_item){seq, some * m->length}, 1, &step) != PKV_OK)
             return error_set(error, "--solver %s: %s", c->solver->name, pkv_cache_message(cache));
-        if (pkv_step_layer(step, 0, &io) != PKV_OK || pkv_step_end(step) != PKV_OK) {
+        if (!store_layers(m, step, layers) || pkv_step_end(step) != PKV_OK) {
             error_set(error, "--solver %s: %s", c->solver->name, pkv_cache_message(cache));
             pkv_step_abort(step);
             return false;
@@ -135,7 +150,7 @@ static bool library_run(const struct contestant *c, const struct material *m, do
     if (pkv_seq_open(c->cache, &seq) != PKV_OK)
         return cache_failed(c, error);
     start = machine_seconds();
-    if (!store(c, m, c->cache, seq, m->pages, error))
+    if (!store(c, m, c->cache, seq, m->layers, m->pages, error))
         return false;
     *seconds = machine_seconds() - start;
     return pkv_seq_close(seq) == PKV_OK || cache_failed(c, error);
@@ -150,8 +165,8 @@ static bool peer_run(const struct contestant *c, const struct material *m, doubl
 
     for (size_t done = 0, some; done < m->pages; done += some) {
         some = m->pages - done < STEP_PAGES ? m->pages - done : STEP_PAGES;
-        for (size_t i = 0; i < problems_of(m, some); i++) {
-            struct problem p = problem_at(m, i);
+        for (size_t i = 0; i < problems_of(m, some) * m->layers; i++) {
+            struct problem p = problem_at(m, i % problems_of(m, some));
 
             if (!peer_factorize(c->peer, p.x, m->heads * m->dim, m->dim, p.rank, c->left, c->right,
                                 error))
@@ -241,13 +256,13 @@ static bool find_excess(const struct bench_arguments *arguments, const struct co
         goto out;
     }
     if (c->peer == NULL) {
-        if (!cache_open(arguments, m, c->solver, PKV_F32, pages, &cache, error))
+        if (!cache_open(arguments, m, c->solver, PKV_F32, 1, pages, &cache, error))
             goto out;
         if (pkv_seq_open(cache, &seq) != PKV_OK) {
             error_set(error, "--solver %s: %s", c->solver->name, pkv_cache_message(cache));
             goto out;
         }
-        if (!store(c, m, cache, seq, pages, error))
+        if (!store(c, m, cache, seq, 1, pages, error))
             goto out;
     }
     for (size_t i = 0; i < problems_of(m, pages); i++) {
@@ -282,7 +297,8 @@ static bool contestant_open(const struct bench_arguments *arguments, const struc
     if (c->seconds == NULL)
         return error_set(error, "out of memory");
     if (!solver->is_peer)
-        return cache_open(arguments, m, solver, arguments->dtype, m->pages, &c->cache, error);
+        return cache_open(arguments, m, solver, arguments->dtype, m->layers, m->pages, &c->cache,
+                          error);
     c->left = calloc(m->length * m->length, sizeof *c->left);
     c->right = calloc(m->length * m->dim, sizeof *c->right);
     if (c->left == NULL || c->right == NULL)
@@ -338,7 +354,7 @@ static bool evaluate(const struct bench_arguments *arguments, const struct conte
         values[COLUMN_SPEEDUP] =
             bench_median_ratio(contestants[0].seconds, c->seconds, repeats, scratch);
         for (size_t j = 0; j < repeats; j++)
-            scratch[j] = c->seconds[j] / (double)problems_of(m, m->pages) * 1e6;
+            scratch[j] = c->seconds[j] / (double)all_problems(m) * 1e6;
         time = bench_summarise(scratch, repeats);
         values[COLUMN_TIME] = time.median;
         values[COLUMN_TIME_LOW] = time.low;
@@ -352,7 +368,7 @@ static bool open_material(const struct bench_arguments *arguments, struct materi
                           struct error *error)
 {
     pkv_config config;
-    size_t count;
+    size_t count, layers;
 
     pkv_config_init(&config, sizeof config);
     *m = (struct material){.length = RANDOM_PAGE_TOKENS,
@@ -360,7 +376,12 @@ static bool open_material(const struct bench_arguments *arguments, struct materi
                            .heads = arguments->model.kv_heads,
                            .rank_k = config.rank_k,
                            .rank_v = config.rank_v};
-    m->pages = (arguments->pages + problems_of(m, 1) - 1) / problems_of(m, 1);
+    /* Whole steps of as many layers as there are of pages, at most the model's. */
+    layers = arguments->pages / problems_of(m, STEP_PAGES);
+    m->layers = layers < 1                              ? 1
+                : layers < arguments->model.layer_count ? layers
+                                                        : arguments->model.layer_count;
+    m->pages = (arguments->pages + problems_of(m, m->layers) - 1) / problems_of(m, m->layers);
     count = STEP_PAGES * m->length * m->heads * m->dim;
     m->k = calloc(count, sizeof *m->k);
     m->v = calloc(count, sizeof *m->v);
@@ -394,9 +415,8 @@ bool bench_factorize(const struct bench_arguments *arguments, struct error *erro
     progress_clear();
     done = bench_report(arguments,
                         json_pack("{s:s, s:s, s:I, s:I}", "dtype", dtype_name(arguments->dtype),
-                                  "shape", arguments->shape, "pages",
-                                  (json_int_t)problems_of(&m, m.pages), "repeats",
-                                  (json_int_t)arguments->repeats),
+                                  "shape", arguments->shape, "pages", (json_int_t)all_problems(&m),
+                                  "repeats", (json_int_t)arguments->repeats),
                         &results, error);
 out:
     for (size_t i = 0; contestants != NULL && i < count; i++)
