@@ -33,35 +33,25 @@ static size_t native_bytes(const struct geometry *geometry, bool is_key, size_t 
                   : elements_bytes(geometry, length, rank) + elements_bytes(geometry, rank, d);
 }
 
-/* Rounds from[i * row_stride + j * stride] to a part's row i, column j. */
-static bool put_part(const struct backend *backend, enum page_part part, size_t rank,
-                     const float *from, size_t row_stride, size_t stride, unsigned char *page)
+static struct region whole(const struct geometry *geometry, enum page_part part, size_t rank,
+                           const unsigned char *page)
 {
-    const struct geometry *geometry = backend->geometry;
-    const struct matrix to = part_of(geometry, part, rank, page);
-    float x[MAX_HEAD_DIM];
-    uint32_t row[MAX_HEAD_DIM];
-    bool good = true;
+    const struct matrix matrix = part_of(geometry, part, rank, page);
 
-    for (size_t i = 0; i < to.rows; i++) {
-        for (size_t j = 0; j < to.columns; j++)
-            x[j] = from[i * row_stride + j * stride];
-        backend->kernels->from_f32[geometry->dtype](to.columns, x, row);
-        good = elements_finite(geometry->dtype, to.columns, row) && good;
-        elements_put_row(backend, to, i, row);
-    }
-    elements_end_rows(backend, to, to.rows);
-    return good;
+    return (struct region){matrix, 0, matrix.rows, 0, matrix.columns};
 }
 
 static bool native_put(const struct backend *backend, bool is_key, size_t rank, float *left,
                        float *right, size_t ld, unsigned char *page)
 {
+    const struct geometry *geometry = backend->geometry;
+
     if (is_key)
-        return put_part(backend, PART_K_LEFT, rank, left, 1, ld, page) &&
-               put_part(backend, PART_K_RIGHT, rank, right, ld, 1, page);
-    return put_part(backend, PART_V_LEFT, rank, left, ld, 1, page) &&
-           put_part(backend, PART_V_RIGHT, rank, right, 1, ld, page);
+        return elements_round_transposed(backend, whole(geometry, PART_K_LEFT, rank, page), left,
+                                         ld) &&
+               elements_round(backend, whole(geometry, PART_K_RIGHT, rank, page), right, ld);
+    return elements_round(backend, whole(geometry, PART_V_LEFT, rank, page), left, ld) &&
+           elements_round_transposed(backend, whole(geometry, PART_V_RIGHT, rank, page), right, ld);
 }
 
 static void native_score(const struct codec_queries *queries, size_t rank,

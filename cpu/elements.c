@@ -145,3 +145,148 @@ void elements_end_rows(const struct backend *backend, struct matrix matrix, size
     if (rows % kernels_interleave(backend->geometry->dtype))
         elements_put_row(backend, matrix, rows, zeros);
 }
+
+/* ---- Regions ---- */
+
+/* Rows that are transposed together, and columns at most. */
+#define TILE_ROWS    16
+#define TILE_COLUMNS 64
+
+/* What of a region lies in one panel, or in as many columns of it as a tile has. */
+struct piece {
+    unsigned char *panel;
+    size_t width; /* of the panel */
+    size_t first; /* column of the panel */
+    size_t columns;
+};
+
+/* The piece after `done` columns of the region. */
+static struct piece piece_at(const struct backend *backend, const struct region *region,
+                             size_t done)
+{
+    struct piece piece;
+    size_t first;
+
+    piece.panel = panel_of(backend, region->matrix, region->column + done, &first, &piece.width);
+    piece.first = region->column + done - first;
+    piece.columns =
+        cpu_min(cpu_min(region->columns - done, piece.width - piece.first), TILE_COLUMNS);
+    return piece;
+}
+
+/* Where row i of a piece lies, or its pair of rows. */
+static unsigned char *row_of(const struct geometry *geometry, struct piece piece, size_t i)
+{
+    const size_t interleave = kernels_interleave(geometry->dtype);
+
+    return piece.panel +
+           (i / interleave * piece.width + piece.first) * interleave * geometry->element_bytes;
+}
+
+/* Rows row .. row + rows - 1 of a piece. */
+static bool round_rows(const struct backend *backend, struct piece piece, size_t row, size_t rows,
+                       const float *from, size_t stride)
+{
+    static const float zeros[TILE_COLUMNS];
+    const pkv_dtype dtype = backend->geometry->dtype;
+    bool good = true;
+
+    for (size_t i = 0; i < rows; i += kernels_interleave(dtype)) {
+        unsigned char *to = row_of(backend->geometry, piece, row + i);
+        const float *x = from + i * stride;
+
+        if (dtype == PKV_BF16) {
+            good = backend->kernels->pairs_from_f32(piece.columns, x,
+                                                    i + 1 < rows ? x + stride : zeros, to) &&
+                   good;
+        } else {
+            backend->kernels->from_f32[dtype](piece.columns, x, to);
+            good = elements_finite(dtype, piece.columns, to) && good;
+        }
+    }
+    return good;
+}
+
+static void widen_rows(const struct backend *backend, struct piece piece, size_t row, size_t rows,
+                       float *to, size_t stride)
+{
+    const pkv_dtype dtype = backend->geometry->dtype;
+    float unused[TILE_COLUMNS];
+    size_t i = 0;
+
+    if (dtype == PKV_BF16) {
+        /* The first and the last row may be halves of their pairs. */
+        if (row % 2 == 1 && rows > 0)
+            backend->kernels->pairs_to_f32(piece.columns, row_of(backend->geometry, piece, row),
+                                           unused, to + i++ * stride);
+        for (; i < rows; i += 2)
+            backend->kernels->pairs_to_f32(piece.columns, row_of(backend->geometry, piece, row + i),
+                                           to + i * stride,
+                                           i + 1 < rows ? to + (i + 1) * stride : unused);
+    } else {
+        for (; i < rows; i++)
+            backend->kernels->to_f32[dtype](
+                piece.columns, row_of(backend->geometry, piece, row + i), to + i * stride);
+    }
+}
+
+bool elements_round(const struct backend *backend, struct region to, const float *from,
+                    size_t stride)
+{
+    struct piece piece;
+    bool good = true;
+
+    for (size_t done = 0; done < to.columns; done += piece.columns) {
+        piece = piece_at(backend, &to, done);
+        good = round_rows(backend, piece, to.row, to.rows, from + done, stride) && good;
+    }
+    return good;
+}
+
+bool elements_round_transposed(const struct backend *backend, struct region to, const float *from,
+                               size_t stride)
+{
+    float tile[TILE_ROWS * TILE_COLUMNS];
+    struct piece piece;
+    bool good = true;
+
+    for (size_t done = 0; done < to.columns; done += piece.columns) {
+        piece = piece_at(backend, &to, done);
+        for (size_t i = 0; i < to.rows; i += TILE_ROWS) {
+            size_t rows = cpu_min(TILE_ROWS, to.rows - i);
+
+            backend->kernels->transpose(piece.columns, rows, from + done * stride + i, stride, tile,
+                                        TILE_COLUMNS);
+            good = round_rows(backend, piece, to.row + i, rows, tile, TILE_COLUMNS) && good;
+        }
+    }
+    return good;
+}
+
+void elements_widen(const struct backend *backend, struct region from, float *to, size_t stride)
+{
+    struct piece piece;
+
+    for (size_t done = 0; done < from.columns; done += piece.columns) {
+        piece = piece_at(backend, &from, done);
+        widen_rows(backend, piece, from.row, from.rows, to + done, stride);
+    }
+}
+
+void elements_widen_transposed(const struct backend *backend, struct region from, float *to,
+                               size_t stride)
+{
+    float tile[TILE_ROWS * TILE_COLUMNS];
+    struct piece piece;
+
+    for (size_t done = 0; done < from.columns; done += piece.columns) {
+        piece = piece_at(backend, &from, done);
+        for (size_t i = 0; i < from.rows; i += TILE_ROWS) {
+            size_t rows = cpu_min(TILE_ROWS, from.rows - i);
+
+            widen_rows(backend, piece, from.row + i, rows, tile, TILE_COLUMNS);
+            backend->kernels->transpose(rows, piece.columns, tile, TILE_COLUMNS,
+                                        to + done * stride + i, stride);
+        }
+    }
+}

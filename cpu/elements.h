@@ -22,6 +22,31 @@ void elements_put_column(const struct backend *backend, struct matrix matrix, si
 void elements_get_column(const struct backend *backend, struct matrix matrix, size_t j,
                          void *column);
 
+/* Rows row .. row + rows - 1, columns column .. column + columns - 1 of a stored matrix. */
+struct region {
+    struct matrix matrix;
+    size_t row;
+    size_t rows;
+    size_t column;
+    size_t columns;
+};
+
+/*
+ * f32, rows `stride` apart, to a region as numeric.h rounds; `transposed` takes the region's
+ * columns from rows. Where rows lie interleaved it begins with an even one, and what an odd last
+ * one is paired with becomes 0. False where an element is not finite then; what is stored is
+ * undefined.
+ */
+bool elements_round(const struct backend *backend, struct region to, const float *from,
+                    size_t stride);
+bool elements_round_transposed(const struct backend *backend, struct region to, const float *from,
+                               size_t stride);
+
+/* A region in f32, and its transpose. */
+void elements_widen(const struct backend *backend, struct region from, float *to, size_t stride);
+void elements_widen_transposed(const struct backend *backend, struct region from, float *to,
+                               size_t stride);
+
 /* Makes what row rows - 1 is paired with, if it is the last of its pair, finite: 0. */
 void elements_end_rows(const struct backend *backend, struct matrix matrix, size_t rows);
 

@@ -93,6 +93,15 @@ typedef void kernel_merge(size_t rows, size_t n, float *m, float *l, float *o, c
 typedef void kernel_to_f32(size_t n, const void *from, float *to);
 typedef void kernel_from_f32(size_t n, const float *from, void *to);
 
+/* The same of two rows of a stored matrix of bf16 that lie interleaved; n columns, nothing beyond
+ * touched. False where an element is not finite in bf16; what is stored is undefined then. */
+typedef bool kernel_pairs_from_f32(size_t n, const float *even, const float *odd, void *to);
+typedef void kernel_pairs_to_f32(size_t n, const void *from, float *even, float *odd);
+
+/* to[j * to_stride + i] = from[i * from_stride + j], i < rows, j < columns. */
+typedef void kernel_transpose(size_t rows, size_t columns, const float *from, size_t from_stride,
+                              float *to, size_t to_stride);
+
 /*
  * One whole page into states (m, l, o) of few rows: scores, softmax as above, o = o exp(m - m') +
  * p V. q is split; o of a new state is 0. A page is K^T [d, P] and V [P, d], or k[0] k[1] and
@@ -141,6 +150,9 @@ struct kernels {
     kernel_merge *merge;
     kernel_to_f32 *to_f32[3];     /* by pkv_dtype of `from` */
     kernel_from_f32 *from_f32[3]; /* by pkv_dtype of `to` */
+    kernel_pairs_from_f32 *pairs_from_f32;
+    kernel_pairs_to_f32 *pairs_to_f32;
+    kernel_transpose *transpose;
 };
 
 #endif

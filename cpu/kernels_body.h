@@ -448,6 +448,8 @@ static void bf16s_from_f32(size_t n, const float *from, void *to)
         h[i] = bf16_from_f32(from[i]);
 }
 
+#include "kernels_moves.h"
+
 #define F32_OPERANDS(name)                                                                         \
     NULL, NULL, product_##name, chain_##name, product_##name, chain_##name, softmax,               \
     {                                                                                              \
@@ -464,4 +466,5 @@ static void bf16s_from_f32(size_t n, const float *from, void *to)
     .arithmetic = {{F32_OPERANDS(f32)}, {F32_OPERANDS(f16)}, {OWN_BF16}}, .softmax = softmax,      \
     .product_row_pairs = product_row_pairs, .product_column_pairs = product_column_pairs,          \
     .merge = merge, .to_f32 = {f32_to_f32, f16_to_f32s, bf16_to_f32s},                             \
-    .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32}
+    .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32},                                     \
+    .pairs_from_f32 = pairs_from_f32, .pairs_to_f32 = pairs_to_f32, .transpose = transpose

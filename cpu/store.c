@@ -12,6 +12,9 @@
 /* Below this many elements a parallel region costs more than it saves. */
 #define PARALLEL_ELEMENTS 32768
 
+/* Elements of a head that are rounded together, of each token of a block; even. */
+#define ROUND_ELEMENTS 64
+
 /* ---- Pools ---- */
 
 static size_t dense_page_bytes(const struct geometry *geometry)
@@ -219,27 +222,52 @@ static void round_row(const struct backend *backend, const pkv_input *input, siz
     backend->kernels->from_f32[geometry->dtype](geometry->head_dim, x, out);
 }
 
+/* Rows of f32, `stride` elements apart. */
+struct wide_rows {
+    const float *x;
+    size_t stride;
+};
+
+/* Elements at .. at + some - 1 of n rows of K or V: where they are, or converted in `room`. */
+static struct wide_rows wide_rows(const struct backend *backend, const pkv_input *input,
+                                  size_t first, size_t n, size_t head, size_t at, size_t some,
+                                  float *room)
+{
+    const size_t bytes = storage_element_bytes(input->dtype);
+
+    if (input->dtype == PKV_F32)
+        return (struct wide_rows){(const float *)input_row(input, first, head) + at,
+                                  input->token_stride};
+    for (size_t t = 0; t < n; t++)
+        backend->kernels->to_f32[input->dtype](
+            some, (const char *)input_row(input, first + t, head) + at * bytes, room + t * some);
+    return (struct wide_rows){room, some};
+}
+
 /* Rounds one block of one KV head; false where an element is not finite then. */
 static bool round_block(const struct backend *backend, const struct attention_unit *unit,
                         size_t head, const pkv_step_io *io)
 {
-    const struct geometry *geometry = backend->geometry;
-    const size_t d = geometry->head_dim;
-    struct dense_page block = store_block(backend, unit->item, head, unit->block);
-    size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
+    const size_t d = backend->geometry->head_dim;
+    const struct dense_page block = store_block(backend, unit->item, head, unit->block);
+    const size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
+    const size_t n = unit->tokens;
+    float room[BLOCK_TOKENS * ROUND_ELEMENTS];
     bool good = true;
 
-    for (size_t t = 0; t < unit->tokens; t++) {
-        uint32_t row[MAX_HEAD_DIM];
+    for (size_t at = 0; at < d; at += ROUND_ELEMENTS) {
+        size_t some = cpu_min(ROUND_ELEMENTS, d - at);
+        struct wide_rows k = wide_rows(backend, &io->k, first, n, head, at, some, room);
 
-        round_row(backend, &io->k, first + t, head, row);
-        good = elements_finite(geometry->dtype, d, row) && good;
-        elements_put_column(backend, block.k, t, row);
-        round_row(backend, &io->v, first + t, head, row);
-        good = elements_finite(geometry->dtype, d, row) && good;
-        elements_put_row(backend, block.v, t, row);
+        good = elements_round_transposed(backend, (struct region){block.k, at, some, 0, n}, k.x,
+                                         k.stride) &&
+               good;
+
+        struct wide_rows v = wide_rows(backend, &io->v, first, n, head, at, some, room);
+
+        good = elements_round(backend, (struct region){block.v, 0, n, at, some}, v.x, v.stride) &&
+               good;
     }
-    elements_end_rows(backend, block.v, unit->tokens);
     return good;
 }
 
@@ -399,24 +427,18 @@ void store_gather(const struct backend *backend, size_t layer, size_t kv_head,
     const struct geometry *geometry = backend->geometry;
     const struct page_change *change = job->change;
     const size_t length = geometry->policy.page_tokens;
+    const size_t d = geometry->head_dim;
     struct stretch s = {.tokens = change->cached_tokens};
-    uint32_t row[MAX_HEAD_DIM];
-    float x[MAX_HEAD_DIM];
 
     if (s.tokens > 0)
         s.block = store_dense(backend, layer, kv_head, change->from.slot);
     for (size_t at = 0;;) {
-        for (size_t i = 0; i < geometry->head_dim && is_key && s.tokens > 0; i++) {
-            elements_get_row(backend, s.block.k, i, row);
-            backend->kernels->to_f32[geometry->dtype](s.block.k.columns, row, x);
-            memcpy(transposed + i * length + at, x + s.first, s.tokens * sizeof *x);
-        }
-        for (size_t t = 0; t < s.tokens && !is_key; t++) {
-            elements_get_row(backend, s.block.v, s.first + t, row);
-            backend->kernels->to_f32[geometry->dtype](geometry->head_dim, row, x);
-            for (size_t i = 0; i < geometry->head_dim; i++)
-                transposed[i * length + at + t] = x[i];
-        }
+        if (s.tokens > 0 && is_key)
+            elements_widen(backend, (struct region){s.block.k, 0, d, s.first, s.tokens},
+                           transposed + at, length);
+        if (s.tokens > 0 && !is_key)
+            elements_widen_transposed(backend, (struct region){s.block.v, s.first, s.tokens, 0, d},
+                                      transposed + at, length);
         at += s.tokens;
         if (at == length)
             return;

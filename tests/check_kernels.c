@@ -683,6 +683,75 @@ START_TEST(choice)
 }
 END_TEST
 
+/* Pairs of rows are rounded as single elements are, tell what is not finite, and widen again. */
+START_TEST(pairs)
+{
+    const struct kernels *kernels = available[_i];
+    float rows[2][68];
+    float widened[2][68];
+    uint16_t h[2 * 68];
+
+    tests_seed((uint64_t)_i);
+    for (int repeat = 0; repeat < 20000; repeat++) {
+        size_t n = 1 + tests_random() % 67;
+        size_t bad = tests_random() % (2 * n);
+        bool finite = repeat % 2 == 0;
+
+        for (size_t i = 0; i < 2 * n; i++) {
+            uint32_t bits = tests_random();
+
+            if (repeat % 3 == 1)
+                bits = (bits & 0xffff0000u) | (0x7fffu + tests_random() % 3);
+            rows[i % 2][i / 2] = f32_from_bits(bits);
+            if (!isfinite(bf16_to_f32(bf16_from_f32(rows[i % 2][i / 2]))))
+                rows[i % 2][i / 2] = 1;
+        }
+        /* What alone is not finite: an infinity, a NaN or what is rounded to infinity. */
+        if (!finite)
+            rows[bad % 2][bad / 2] = f32_from_bits(repeat % 3 == 0   ? 0xff800000u
+                                                   : repeat % 3 == 1 ? 0x7fffffffu
+                                                                     : 0x7f7f8000u);
+        h[2 * n] = 0x1234;
+        require_kernels(kernels->pairs_from_f32(n, rows[0], rows[1], h) == finite, kernels);
+        require_kernels(h[2 * n] == 0x1234, kernels);
+        if (!finite)
+            continue;
+        widened[0][n] = widened[1][n] = 42;
+        kernels->pairs_to_f32(n, h, widened[0], widened[1]);
+        require_kernels(widened[0][n] == 42 && widened[1][n] == 42, kernels);
+        for (size_t i = 0; i < 2 * n; i++) {
+            uint16_t value = bf16_from_f32(rows[i % 2][i / 2]);
+
+            require_kernels(h[i] == value, kernels);
+            require_kernels(f32_bits(widened[i % 2][i / 2]) == (uint32_t)value << 16, kernels);
+        }
+    }
+}
+END_TEST
+
+/* Every shape that tiles may meet, between margins that stay. */
+START_TEST(transposes)
+{
+    const struct kernels *kernels = available[_i];
+    enum { MOST = 40, STRIDE = MOST + 1 };
+    static float from[MOST * STRIDE], to[MOST * STRIDE];
+
+    for (size_t i = 0; i < MOST * STRIDE; i++)
+        from[i] = (float)(i + 1);
+    for (size_t rows = 1; rows < MOST; rows++) {
+        for (size_t columns = 1; columns < MOST; columns++) {
+            memset(to, 0, sizeof to);
+            kernels->transpose(rows, columns, from, STRIDE, to, STRIDE);
+            for (size_t j = 0; j < MOST; j++)
+                for (size_t i = 0; i < STRIDE; i++)
+                    require_kernels(to[j * STRIDE + i] ==
+                                        (i < rows && j < columns ? from[i * STRIDE + j] : 0),
+                                    kernels);
+        }
+    }
+}
+END_TEST
+
 int main(void)
 {
     Suite *suite = suite_create("kernels");
@@ -700,6 +769,8 @@ int main(void)
     tcase_add_loop_test(test, merged_states, 0, n);
     tcase_add_loop_test(test, all_values_widen, 0, n);
     tcase_add_loop_test(test, narrowing_rounds_to_nearest_even, 0, n);
+    tcase_add_loop_test(test, pairs, 0, n);
+    tcase_add_loop_test(test, transposes, 0, n);
     tcase_add_test(test, choice);
     suite_add_tcase(suite, test);
     return tests_run(suite);

@@ -1,0 +1,174 @@
+/* SPDX-License-Identifier: MIT */
+/* The kernels that only move and round elements: a part of kernels_body.h, which includes it. */
+
+#define QUADS (LANES / 4)
+
+typedef float quad_f32 __attribute__((vector_size(16)));
+typedef float octet_f32 __attribute__((vector_size(32)));
+
+INLINE quad_f32 load_quad(const float *p)
+{
+    quad_f32 v;
+
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE octet_f32 load_octet(const float *p, const float *q)
+{
+    return __builtin_shufflevector(load_quad(p), load_quad(q), 0, 1, 2, 3, 4, 5, 6, 7);
+}
+
+/* A vector of QUADS quads that lie anywhere. */
+INLINE vector_f32 load_quads(const float *const p[QUADS])
+{
+#if LANES == 4
+    return load_quad(p[0]);
+#elif LANES == 8
+    return load_octet(p[0], p[1]);
+#else
+    return __builtin_shufflevector(load_octet(p[0], p[1]), load_octet(p[2], p[3]), 0, 1, 2, 3, 4, 5,
+                                   6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#endif
+}
+
+/* Elements i, j, k, l of each quad of a, or LANES more of each quad of b. */
+#if LANES == 4
+#define IN_QUADS(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#elif LANES == 8
+#define IN_QUADS(a, b, i, j, k, l)                                                                 \
+    __builtin_shufflevector(a, b, i, j, k, l, i + 4, j + 4, k + 4, l + 4)
+#else
+#define IN_QUADS(a, b, i, j, k, l)                                                                 \
+    __builtin_shufflevector(a, b, i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8,     \
+                            l + 8, i + 12, j + 12, k + 12, l + 12)
+#endif
+
+/* LANES rows, four columns. */
+INLINE void transpose_tile(const float *from, size_t from_stride, float *to, size_t to_stride)
+{
+    vector_f32 row[4], even[2], odd[2];
+
+    UNROLL
+    for (size_t i = 0; i < 4; i++) {
+        const float *p[QUADS];
+
+        UNROLL
+        for (size_t q = 0; q < QUADS; q++)
+            p[q] = from + (4 * q + i) * from_stride;
+        row[i] = load_quads(p);
+    }
+    even[0] = IN_QUADS(row[0], row[1], 0, LANES, 1, LANES + 1);
+    even[1] = IN_QUADS(row[2], row[3], 0, LANES, 1, LANES + 1);
+    odd[0] = IN_QUADS(row[0], row[1], 2, LANES + 2, 3, LANES + 3);
+    odd[1] = IN_QUADS(row[2], row[3], 2, LANES + 2, 3, LANES + 3);
+    save(to, IN_QUADS(even[0], even[1], 0, 1, LANES, LANES + 1));
+    save(to + to_stride, IN_QUADS(even[0], even[1], 2, 3, LANES + 2, LANES + 3));
+    save(to + 2 * to_stride, IN_QUADS(odd[0], odd[1], 0, 1, LANES, LANES + 1));
+    save(to + 3 * to_stride, IN_QUADS(odd[0], odd[1], 2, 3, LANES + 2, LANES + 3));
+}
+
+/* Tiles at the edges take what their neighbours have taken already. */
+static void transpose(size_t rows, size_t columns, const float *from, size_t from_stride, float *to,
+                      size_t to_stride)
+{
+    if (rows < LANES || columns < 4) {
+        for (size_t i = 0; i < rows; i++)
+            for (size_t j = 0; j < columns; j++)
+                to[j * to_stride + i] = from[i * from_stride + j];
+        return;
+    }
+    for (size_t at = 0; at < rows; at += LANES) {
+        size_t i = at + LANES <= rows ? at : rows - LANES;
+        size_t j = 0;
+
+        for (; j + 4 <= columns; j += 4)
+            transpose_tile(from + i * from_stride + j, from_stride, to + j * to_stride + i,
+                           to_stride);
+        if (j < columns) {
+            j = columns - 4;
+            transpose_tile(from + i * from_stride + j, from_stride, to + j * to_stride + i,
+                           to_stride);
+        }
+    }
+}
+
+/* The upper half of each lane is x in bf16. A lane of `bad` gets its sign where that, or x, is not
+ * finite: 1 is added to the exponent. */
+INLINE vector_u32 round_to_bf16(vector_f32 x, vector_u32 *bad)
+{
+    vector_u32 bits = (vector_u32)x;
+    vector_u32 rounded = bits + 0x7fffu + (bits >> 16 & 1);
+
+    *bad |= (bits & 0x7f800000u) + 0x00800000u;
+    *bad |= (rounded & 0x7f800000u) + 0x00800000u;
+    return rounded;
+}
+
+INLINE vector_f32 pair_up(vector_f32 even, vector_f32 odd, vector_u32 *bad)
+{
+    vector_u32 low = round_to_bf16(even, bad) >> 16;
+
+    return (vector_f32)(low | (round_to_bf16(odd, bad) & 0xffff0000u));
+}
+
+/* What is left of a row, less than a vector, is in quads that overlap. */
+static bool pairs_from_f32(size_t n, const float *even, const float *odd, void *to)
+{
+    char *pairs = to;
+    vector_u32 bad = {0};
+    uint32_t any = 0;
+    size_t i = 0;
+
+    for (; i + LANES <= n; i += LANES) {
+        vector_f32 pair = pair_up(load(even + i), load(odd + i), &bad);
+
+        memcpy(pairs + 4 * i, &pair, sizeof pair);
+    }
+    if (i < n && n >= 4) {
+        const float *p[QUADS], *q[QUADS];
+        vector_f32 pair;
+
+        UNROLL
+        for (size_t t = 0; t < QUADS; t++) {
+            size_t at = i + 4 * t + 4 <= n ? i + 4 * t : n - 4;
+
+            p[t] = even + at;
+            q[t] = odd + at;
+        }
+        pair = pair_up(load_quads(p), load_quads(q), &bad);
+        UNROLL
+        for (size_t t = 0; t < QUADS; t++)
+            memcpy(pairs + 4 * (p[t] - even), (char *)&pair + 16 * t, 16);
+        i = n;
+    }
+    for (; i < n; i++) {
+        vector_f32 pair = pair_up(splat(even[i]), splat(odd[i]), &bad);
+
+        memcpy(pairs + 4 * i, &pair, 4);
+    }
+    for (size_t t = 0; t < LANES; t++)
+        any |= bad[t];
+    return any >> 31 == 0;
+}
+
+static void pairs_to_f32(size_t n, const void *from, float *even, float *odd)
+{
+    const char *pairs = from;
+    size_t i = 0;
+
+    for (; i + LANES <= n; i += LANES) {
+        vector_u32 pair;
+
+        memcpy(&pair, pairs + 4 * i, sizeof pair);
+        save(even + i, (vector_f32)(pair << 16));
+        save(odd + i, (vector_f32)(pair & 0xffff0000u));
+    }
+    for (; i < n; i++) {
+        uint32_t pair;
+
+        memcpy(&pair, pairs + 4 * i, sizeof pair);
+        even[i] = f32_from_bits(pair << 16);
+        odd[i] = f32_from_bits(pair & 0xffff0000u);
+    }
+}
