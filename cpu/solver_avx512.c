@@ -5,7 +5,7 @@
 #define SOLVER      solver_avx512
 #define SOLVER_NAME "avx512"
 #define LANES       16
-#define TILE_ROWS   8
+#define TILE_ROWS   16
 
 typedef float vector_f32 __attribute__((vector_size(64)));
 typedef __mmask16 vector_mask;

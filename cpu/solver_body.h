@@ -5,7 +5,7 @@
  *     SOLVER           the name of its table, SOLVER_NAME its name as a string
  *     LANES            pages in a vector; divides SOLVER_PANEL
  *     TILE_ROWS        rows of a product that are kept in registers, SOLVER_PANEL columns each;
- *                      divides 8
+ *                      4, 8 or 16
  * after the types vector_f32 and vector_mask, and these operations on them:
  *     vector_set(x)            all lanes x
  *     vector_fma(a, b, c)      a * b + c, rounded once
@@ -37,6 +37,12 @@
 
 /* Vectors in a row of a panel. */
 #define VECTORS (SOLVER_PANEL / LANES)
+
+/* Rows that are left over where P or d, multiples of 8, is none of TILE_ROWS. */
+#define TILE_REST (TILE_ROWS < 8 ? TILE_ROWS : 8)
+
+/* Panels of L that are reflected together. */
+#define STRIPS (LANES / VECTORS > 4 ? 4 : LANES / VECTORS > 1 ? 2 : 1)
 
 /* Pages whose rotations are applied together, while the log of a sweep is in the nearest cache. */
 #define TURN 4
@@ -119,15 +125,15 @@ static void begin(struct solver_batch *batch, size_t length, size_t rank_max, si
 
 /* ---- Products ---- */
 
-/* sum[i][j] = sum over p < k, ascending, of a[i * ai + p * ap] * b[p * ldb + j], i < TILE_ROWS,
- * j < SOLVER_PANEL. */
-INLINE void tile(size_t k, const float *a, size_t ai, size_t ap, const float *b, size_t ldb,
-                 vector_f32 sum[TILE_ROWS][VECTORS])
+/* sum[i][j] = sum over p < k, ascending, of a[i * ai + p * ap] * b[p * ldb + j], i < rows, which is
+ * a constant, j < SOLVER_PANEL. */
+INLINE void tile(size_t rows, size_t k, const float *a, size_t ai, size_t ap, const float *b,
+                 size_t ldb, vector_f32 sum[TILE_ROWS][VECTORS])
 {
     vector_f32 s[TILE_ROWS][VECTORS];
 
     UNROLL
-    for (size_t i = 0; i < TILE_ROWS; i++) {
+    for (size_t i = 0; i < rows; i++) {
         UNROLL
         for (size_t j = 0; j < VECTORS; j++)
             s[i][j] = vector_set(0.0f);
@@ -139,7 +145,7 @@ INLINE void tile(size_t k, const float *a, size_t ai, size_t ap, const float *b,
         for (size_t j = 0; j < VECTORS; j++)
             value[j] = load(b + p * ldb + j * LANES);
         UNROLL
-        for (size_t i = 0; i < TILE_ROWS; i++) {
+        for (size_t i = 0; i < rows; i++) {
             vector_f32 x = vector_set(a[i * ai + p * ap]);
 
             UNROLL
@@ -147,24 +153,28 @@ INLINE void tile(size_t k, const float *a, size_t ai, size_t ap, const float *b,
                 s[i][j] = vector_fma(x, value[j], s[i][j]);
         }
     }
-    memcpy(sum, s, sizeof s);
+    memcpy(sum, s, rows * sizeof *s);
 }
 
 /* Multiplies n elements by 2^-e, where the largest magnitude is below 2^(e + 1). Returns e. */
 static int scale(size_t n, float *x)
 {
-    vector_f32 most = vector_set(0.0f);
-    float lane[LANES];
+    vector_f32 most[4] = {vector_set(0.0f), vector_set(0.0f), vector_set(0.0f), vector_set(0.0f)};
+    float lane[4 * LANES];
     float largest = 0.0f;
     int exponent;
 
-    for (size_t i = 0; i < n; i += LANES) {
-        vector_f32 a = vector_abs(load(x + i));
+    for (size_t i = 0; i < n; i += 4 * LANES) {
+        UNROLL
+        for (size_t t = 0; t < 4; t++) {
+            vector_f32 a = vector_abs(load(x + i + t * LANES));
 
-        most = vector_select(vector_less(most, a), a, most);
+            most[t] = vector_select(vector_less(most[t], a), a, most[t]);
+        }
     }
-    save(lane, most);
-    for (size_t i = 0; i < LANES; i++)
+    for (size_t t = 0; t < 4; t++)
+        save(lane + t * LANES, most[t]);
+    for (size_t i = 0; i < 4 * LANES; i++)
         largest = lane[i] > largest ? lane[i] : largest;
     exponent = solver_exponent(largest);
 
@@ -181,24 +191,39 @@ static int scale(size_t n, float *x)
     return exponent;
 }
 
+/* Rows i .. i + rows - 1 of a Gram matrix up to the diagonal, in whole panels. */
+INLINE void gram_rows(size_t rows, const struct solver_batch *batch, size_t i, size_t d,
+                      const float *transposed)
+{
+    const size_t length = batch->length;
+    const size_t ld = solver_padded(length);
+    vector_f32 sum[TILE_ROWS][VECTORS];
+
+    for (size_t j = 0; j < i + rows; j += SOLVER_PANEL) {
+        tile(rows, d, transposed + i, 1, length, transposed + j, length, sum);
+        UNROLL
+        for (size_t t = 0; t < rows; t++) {
+            UNROLL
+            for (size_t u = 0; u < VECTORS; u++)
+                save(batch->row + (i + t) * ld + j + u * LANES, sum[t][u]);
+        }
+    }
+}
+
 static void add(struct solver_batch *batch, size_t page, size_t rank, size_t d, float *transposed)
 {
     const size_t length = batch->length;
     const size_t ld = solver_padded(length);
     float *triangles = batch->gram + page / LANES * triangle(length) * LANES + page % LANES;
-    vector_f32 sum[TILE_ROWS][VECTORS];
+    size_t i = 0;
 
     batch->rank[page] = rank;
     batch->exponent[page] = scale(d * length, transposed);
-    for (size_t i = 0; i < length; i += TILE_ROWS) {
-        for (size_t j = 0; j < i + TILE_ROWS; j += SOLVER_PANEL) {
-            tile(d, transposed + i, 1, length, transposed + j, length, sum);
-            for (size_t t = 0; t < TILE_ROWS; t++)
-                for (size_t u = 0; u < VECTORS; u++)
-                    save(batch->row + (i + t) * ld + j + u * LANES, sum[t][u]);
-        }
-    }
-    for (size_t i = 0; i < length; i++)
+    for (; i + TILE_ROWS <= length; i += TILE_ROWS)
+        gram_rows(TILE_ROWS, batch, i, d, transposed);
+    if (i < length)
+        gram_rows(TILE_REST, batch, i, d, transposed);
+    for (i = 0; i < length; i++)
         for (size_t j = 0; j <= i; j++)
             triangles[(triangle(i) + j) * LANES] = batch->row[i * ld + j];
 }
@@ -590,35 +615,68 @@ static void apply_log(const struct solver_batch *batch, size_t sweeps)
     }
 }
 
-/* Q Y of one panel of one page. */
-static void reflect(const struct solver_batch *batch, size_t page, size_t ld, float *left)
+/* One panel of one page's L, and the page's reflections. */
+struct strip {
+    float *left;
+    size_t ld;
+    const float *v;       /* the lower triangle */
+    const float *inverse; /* [P] */
+};
+
+/*
+ * Q Y of `count` panels, a constant. Each reflection takes w = -(v^T L) inverse first, which is one
+ * chain: panels hide each other's latency, and the next reflection's w begins while this one's
+ * product is at hand.
+ */
+INLINE void reflect(size_t count, size_t length, const struct strip *from)
 {
-    const size_t length = batch->length;
-    const size_t group = page / LANES;
-    const float *a = batch->gram + group * triangle(length) * LANES + page % LANES;
-    const float *inverses = batch->inverse + group * length * LANES + page % LANES;
+    vector_f32 w[STRIPS][VECTORS], next[STRIPS][VECTORS];
+    struct strip strips[STRIPS]; /* which no store can change */
 
-    for (size_t k = 1; k < length; k++) {
-        const float *v = a + triangle(k) * LANES;
-        const vector_f32 inverse = vector_set(inverses[k * LANES]);
-        vector_f32 w[VECTORS];
-
+    UNROLL
+    for (size_t t = 0; t < count; t++) {
+        strips[t] = from[t];
         UNROLL
         for (size_t j = 0; j < VECTORS; j++)
-            w[j] = vector_set(0.0f);
+            next[t][j] = vector_fma(vector_set(strips[t].v[triangle(1) * LANES]),
+                                    load(strips[t].left + j * LANES), vector_set(0.0f));
+    }
+    for (size_t k = 1; k < length; k++) {
+        const size_t at = triangle(k) * LANES;
+        /* After the last reflection what comes out is not used. */
+        const size_t after = k + 1 < length ? triangle(k + 1) * LANES : at;
+
+        UNROLL
+        for (size_t t = 0; t < count; t++) {
+            UNROLL
+            for (size_t j = 0; j < VECTORS; j++) {
+                w[t][j] = -(next[t][j] * vector_set(strips[t].inverse[k * LANES]));
+                next[t][j] = vector_set(0.0f);
+            }
+        }
         for (size_t i = 0; i < k; i++) {
             UNROLL
-            for (size_t j = 0; j < VECTORS; j++)
-                w[j] = vector_fma(vector_set(v[i * LANES]), load(left + i * ld + j * LANES), w[j]);
+            for (size_t t = 0; t < count; t++) {
+                const vector_f32 v = vector_set(strips[t].v[at + i * LANES]);
+                const vector_f32 v_next = vector_set(strips[t].v[after + i * LANES]);
+                float *left = strips[t].left + i * strips[t].ld;
+
+                UNROLL
+                for (size_t j = 0; j < VECTORS; j++) {
+                    vector_f32 value = vector_fma(v, w[t][j], load(left + j * LANES));
+
+                    save(left + j * LANES, value);
+                    next[t][j] = vector_fma(v_next, value, next[t][j]);
+                }
+            }
         }
         UNROLL
-        for (size_t j = 0; j < VECTORS; j++)
-            w[j] = -(w[j] * inverse);
-        for (size_t i = 0; i < k; i++) {
+        for (size_t t = 0; t < count; t++) {
             UNROLL
             for (size_t j = 0; j < VECTORS; j++)
-                save(left + i * ld + j * LANES,
-                     vector_fma(vector_set(v[i * LANES]), w[j], load(left + i * ld + j * LANES)));
+                next[t][j] =
+                    vector_fma(vector_set(strips[t].v[after + k * LANES]),
+                               load(strips[t].left + k * strips[t].ld + j * LANES), next[t][j]);
         }
     }
 }
@@ -668,6 +726,9 @@ static void normalise(const struct solver_batch *batch, size_t ld, float *left)
 
 static void solve(struct solver_batch *batch)
 {
+    const size_t length = batch->length;
+    struct strip strips[STRIPS];
+    size_t count = 0;
     size_t sweeps;
 
     for (size_t group = 0; group < batch->groups; group++)
@@ -676,12 +737,27 @@ static void solve(struct solver_batch *batch)
     sort(batch);
     apply_log(batch, sweeps);
     for (size_t page = 0; page < batch->pages; page++) {
-        size_t ld = solver_padded(batch->rank[page]);
+        const size_t ld = solver_padded(batch->rank[page]);
+        const size_t group = page / LANES;
 
         for (size_t j = 0; j < ld; j += SOLVER_PANEL) {
-            reflect(batch, page, ld, solver_left(batch, page) + j);
-            normalise(batch, ld, solver_left(batch, page) + j);
+            strips[count++] =
+                (struct strip){solver_left(batch, page) + j, ld,
+                               batch->gram + group * triangle(length) * LANES + page % LANES,
+                               batch->inverse + group * length * LANES + page % LANES};
+            if (count == STRIPS) {
+                reflect(STRIPS, length, strips);
+                count = 0;
+            }
         }
+    }
+    while (count > 0)
+        reflect(1, length, &strips[--count]);
+    for (size_t page = 0; page < batch->pages; page++) {
+        const size_t ld = solver_padded(batch->rank[page]);
+
+        for (size_t j = 0; j < ld; j += SOLVER_PANEL)
+            normalise(batch, ld, solver_left(batch, page) + j);
     }
 }
 
@@ -700,6 +776,23 @@ static void drop_noise(size_t rank, size_t d, size_t ld, const float *norm, floa
                 right[i * ld + c] = 0.0f;
 }
 
+/* Rows i .. i + rows - 1 of a panel of R^T, and their squares into the chains of their columns. */
+INLINE void project_rows(size_t rows, size_t length, const float *transposed, const float *left,
+                         size_t ld, vector_f32 up, float *right, vector_f32 squares[VECTORS][4])
+{
+    vector_f32 sum[TILE_ROWS][VECTORS];
+
+    tile(rows, length, transposed, length, 1, left, ld, sum);
+    UNROLL
+    for (size_t t = 0; t < rows; t++) {
+        UNROLL
+        for (size_t u = 0; u < VECTORS; u++) {
+            squares[u][t % 4] = vector_fma(sum[t][u], sum[t][u], squares[u][t % 4]);
+            save(right + t * ld + u * LANES, sum[t][u] * up + vector_set(0.0f));
+        }
+    }
+}
+
 static void project(const struct solver_batch *batch, size_t page, size_t d,
                     const float *transposed, float *right)
 {
@@ -712,23 +805,17 @@ static void project(const struct solver_batch *batch, size_t page, size_t d,
 
     for (size_t j = 0; j < ld; j += SOLVER_PANEL) {
         vector_f32 squares[VECTORS][4];
+        size_t i = 0;
 
         for (size_t u = 0; u < VECTORS; u++)
             for (size_t t = 0; t < 4; t++)
                 squares[u][t] = vector_set(0.0f);
-        for (size_t i = 0; i < d; i += TILE_ROWS) {
-            vector_f32 sum[TILE_ROWS][VECTORS];
-
-            tile(length, transposed + i * length, length, 1, left + j, ld, sum);
-            UNROLL
-            for (size_t t = 0; t < TILE_ROWS; t++) {
-                UNROLL
-                for (size_t u = 0; u < VECTORS; u++) {
-                    squares[u][t % 4] = vector_fma(sum[t][u], sum[t][u], squares[u][t % 4]);
-                    save(right + (i + t) * ld + j + u * LANES, sum[t][u] * up + vector_set(0.0f));
-                }
-            }
-        }
+        for (; i + TILE_ROWS <= d; i += TILE_ROWS)
+            project_rows(TILE_ROWS, length, transposed + i * length, left + j, ld, up,
+                         right + i * ld + j, squares);
+        if (i < d)
+            project_rows(TILE_REST, length, transposed + i * length, left + j, ld, up,
+                         right + i * ld + j, squares);
         for (size_t u = 0; u < VECTORS; u++)
             save(norm + j + u * LANES, sum_of(squares[u]));
     }
