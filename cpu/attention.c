@@ -238,19 +238,34 @@ static void attend_factors(const struct worker *worker, uint32_t slot, const flo
 {
     const struct backend *backend = worker->backend;
     const struct codec_queries *queries = &worker->queries;
-    const size_t rank_k = backend->geometry->rank_k[worker->layer];
-    const size_t rank_v = backend->geometry->rank_v[worker->layer];
     struct factor_page page = store_factors(backend, worker->layer, worker->kv_head, slot);
 
-    if (worker->whole_pages && backend->codec_k == backend->codec_v && backend->codec_k->attend) {
-        backend->codec_k->attend(queries, rank_k, rank_v, page.k, page.v, state->m, state->l,
-                                 state->o);
-        return;
-    }
-    backend->codec_k->score(queries, rank_k, page.k);
+    backend->codec_k->score(queries, backend->geometry->rank_k[worker->layer], page.k);
     softmax(worker, backend->codec_v->left_operands, backend->geometry->policy.page_tokens, NULL,
             state);
-    backend->codec_v->accumulate(queries, rank_v, page.v, scale, state->o);
+    backend->codec_v->accumulate(queries, backend->geometry->rank_v[worker->layer], page.v, scale,
+                                 state->o);
+}
+
+/* The factorized pages of [first, end) that the first begins, if kernels for whole pages serve
+ * them, all at once; returns how many they are. */
+static size_t attend_whole_factors(const struct worker *worker, size_t first, size_t end,
+                                   const struct state *state)
+{
+    const struct backend *backend = worker->backend;
+    const struct page *table = worker->unit->item->table;
+    struct factor_page pages[RUN_PAGES];
+    size_t n = 0;
+
+    if (!worker->whole_pages || backend->codec_k != backend->codec_v)
+        return 0;
+    for (; first + n < end && table[first + n].kind == SLOT_FACTOR; n++)
+        pages[n] = store_factors(backend, worker->layer, worker->kv_head, table[first + n].slot);
+    if (n > 0)
+        backend->codec_k->attend(&worker->queries, backend->geometry->rank_k[worker->layer],
+                                 backend->geometry->rank_v[worker->layer], n, pages, state->m,
+                                 state->l, state->o);
+    return n;
 }
 
 /* Cached page `number` of the unit's item into `state`; `scale` is NULL for a run's first. */
@@ -313,8 +328,13 @@ static void attend_run(const struct worker *worker, size_t run, const struct sta
     }
     if (run < cached) {
         end = cpu_min(first + RUN_PAGES, pages_count(&backend->geometry->policy, item->tokens));
-        for (size_t page = first; page < end; page++, scale = worker->scale)
-            attend_page(worker, page, scale, state);
+        for (size_t page = first, n; page < end; page += n, scale = worker->scale) {
+            n = attend_whole_factors(worker, page, end, state);
+            if (n == 0) {
+                attend_page(worker, page, scale, state);
+                n = 1;
+            }
+        }
     } else {
         first = (run - cached) * RUN_PAGES;
         end = cpu_min(first + RUN_PAGES, worker->unit->block + 1);

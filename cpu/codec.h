@@ -49,10 +49,10 @@ struct codec {
     void (*accumulate)(const struct codec_queries *queries, size_t rank, const unsigned char *page,
                        const float *scale, float *o);
 
-    /* NULL, or a whole page of K and V of this codec into states, where the whole-page kernels
-     * fit; see kernels.h. */
-    void (*attend)(const struct codec_queries *queries, size_t rank_k, size_t rank_v,
-                   const unsigned char *k, const unsigned char *v, float *m, float *l, float *o);
+    /* n whole pages of K and V of this codec, one after the other, into states, where the
+     * whole-page kernels fit; see kernels.h. */
+    void (*attend)(const struct codec_queries *queries, size_t rank_k, size_t rank_v, size_t n,
+                   const struct factor_page *pages, float *m, float *l, float *o);
 
     /* Row i of a part in f32, as the parts are laid out above. */
     void (*row)(const struct backend *backend, enum page_part part, size_t rank,

@@ -77,17 +77,19 @@ static void native_accumulate(const struct codec_queries *queries, size_t rank,
 }
 
 static void native_attend(const struct codec_queries *queries, size_t rank_k, size_t rank_v,
-                          const unsigned char *k, const unsigned char *v, float *m, float *l,
-                          float *o)
+                          size_t n, const struct factor_page *pages, float *m, float *l, float *o)
 {
     const struct geometry *geometry = queries->backend->geometry;
-    const struct matrix keys[2] = {part_of(geometry, PART_K_RIGHT, rank_k, k),
-                                   part_of(geometry, PART_K_LEFT, rank_k, k)};
-    const struct matrix values[2] = {part_of(geometry, PART_V_LEFT, rank_v, v),
-                                     part_of(geometry, PART_V_RIGHT, rank_v, v)};
 
-    queries->arithmetic->whole_pages.attend_factors(queries->rows, queries->q_left, keys, values, m,
-                                                    l, o, queries->output_stride);
+    for (size_t i = 0; i < n; i++) {
+        const struct matrix keys[2] = {part_of(geometry, PART_K_RIGHT, rank_k, pages[i].k),
+                                       part_of(geometry, PART_K_LEFT, rank_k, pages[i].k)};
+        const struct matrix values[2] = {part_of(geometry, PART_V_LEFT, rank_v, pages[i].v),
+                                         part_of(geometry, PART_V_RIGHT, rank_v, pages[i].v)};
+
+        queries->arithmetic->whole_pages.attend_factors(queries->rows, queries->q_left, keys,
+                                                        values, m, l, o, queries->output_stride);
+    }
 }
 
 static void native_row(const struct backend *backend, enum page_part part, size_t rank,

@@ -113,12 +113,53 @@ typedef void kernel_attend_factors(size_t rows, const float *q, const struct mat
                                    const struct matrix v[2], float *m, float *l, float *o,
                                    size_t ldo);
 
+/*
+ * A matrix of INT4 codes, -7 .. 7 as 4-bit two's complement, in 32-bit lanes of the machine's byte
+ * order, without panels:
+ *
+ *     tall  [rows, n], rows a multiple of 8: lane g * n + j holds rows 8 g .. 8 g + 7 of column j,
+ *           row 8 g + 2 i + k in the four bits from 16 k + 4 i on
+ *     wide  [rows, 2 h]: lane g * h + j holds rows 4 g .. 4 g + 3 of columns j and j + h,
+ *           row 4 g + 2 i + k in the bits from 16 k + 8 i, and from 16 k + 8 i + 4; then, of
+ *           rows % 4, h lanes of 16 bits with two rows, row k in the bits from 8 k, 8 k + 4,
+ *           and h of 8 bits with the last one
+ *
+ * so that a mask or a look-up of 16 bits gives pairs of rows, which lie side by side. Readable
+ * KERNELS_PAD floats past its end.
+ */
+
+/* c = a b as above for a matrix b of codes, all of which counts; a is f32. */
+typedef void kernel_product_codes(size_t rows, size_t k, size_t n, const float *a, size_t lda,
+                                  const unsigned char *b, float *c, size_t ldc);
+
+/* Where the codes of a matrix lie in a page of K or of V, and f16 scales: of a tall one those of
+ * its rows, of R_V those of its columns, of L_K^T those of its rows. */
+struct coded {
+    size_t codes;
+    size_t scales;
+    size_t rows;
+    size_t columns;
+};
+
+/* K and V of a factorized page, as a codec has them (codec.h). */
+struct factor_page {
+    unsigned char *k;
+    unsigned char *v;
+};
+
+/* n pages of INT4 factors, one after the other; q is f32. A page is k[0] (tall) k[1] (wide) and
+ * v[0] (tall) v[1] (wide), with their scales. */
+typedef void kernel_attend_codes(size_t rows, const float *q, const struct coded k[2],
+                                 const struct coded v[2], size_t n, const struct factor_page *pages,
+                                 float *m, float *l, float *o, size_t ldo);
+
 /* Kernels for whole pages, and up to how many rows they are the faster ones. */
 struct whole_pages {
     size_t rows; /* 0: there are none */
     bool (*fit)(size_t page_tokens, size_t d, size_t rank);
     kernel_attend_dense *attend_dense;
     kernel_attend_factors *attend_factors;
+    kernel_attend_codes *attend_codes;
 };
 
 /* What computes with matrices of one type. */
@@ -138,15 +179,8 @@ struct kernels {
     size_t panel;
     struct arithmetic arithmetic[3]; /* by pkv_dtype of b */
     kernel_softmax *softmax;         /* leaves f32 */
-    /*
-     * Products of f32 by a matrix b [k, n] of INT4 codes: -7 .. 7 as 4-bit two's complement, two in
-     * a byte, without panels. In pairs of rows (k even) byte i * n + j holds [2 i, j] in its low
-     * four bits and [2 i + 1, j] in its high ones; in pairs of columns (n even) byte i * n / 2 + j
-     * holds [i, 2 j] and [i, 2 j + 1]. All of b counts; its last row, or pair of rows, is readable
-     * up to n padded codes.
-     */
-    kernel_product *product_row_pairs;
-    kernel_product *product_column_pairs;
+    kernel_product_codes *product_tall;
+    kernel_product_codes *product_wide;
     kernel_merge *merge;
     kernel_to_f32 *to_f32[3];     /* by pkv_dtype of `from` */
     kernel_from_f32 *from_f32[3]; /* by pkv_dtype of `to` */

@@ -7,7 +7,7 @@
     split_bf16, pack_bf16, score_bf16, score_chain_bf16, accumulate_bf16, accumulate_chain_bf16,   \
         softmax_bf16,                                                                              \
     {                                                                                              \
-        FEW_ROWS, few_fit, attend_dense_bf16, attend_factors_bf16                                  \
+        FEW_ROWS, few_fit, attend_dense_bf16, attend_factors_bf16, attend_codes                    \
     }
 
 #include "kernels_avx512.h"
@@ -433,6 +433,8 @@ INLINE void few_factors(size_t rows, const float *q, const struct matrix *k, con
     few_accumulate(rows, (rank_v + 1) / 2, packed, (const char *)v[1].data, d, o, ldo);
 }
 
+#include "kernels_avx512_codes.h"
+
 #define EACH_FEW(call)                                                                             \
     for (; rows >= FEW; rows -= FEW, q += FEW * d, m += FEW, l += FEW, o += FEW * ldo)             \
         call(FEW);                                                                                 \
@@ -466,6 +468,17 @@ static void attend_factors_bf16(size_t rows, const float *q, const struct matrix
 #define FACTORS(n) few_factors(n, q, k, v, m, l, o, ldo)
     EACH_FEW(FACTORS);
 #undef FACTORS
+}
+
+static void attend_codes(size_t rows, const float *q, const struct coded k[2],
+                         const struct coded v[2], size_t n, const struct factor_page *pages,
+                         float *m, float *l, float *o, size_t ldo)
+{
+    const size_t d = k[0].rows;
+
+#define CODES(few) few_codes(few, q, k, v, n, pages, m, l, o, ldo)
+    EACH_FEW(CODES);
+#undef CODES
 }
 
 const struct kernels kernels_avx512_bf16 = {KERNELS_TABLE("avx512")};

@@ -21,10 +21,8 @@
 
 #define PANEL (PANEL_VECTORS * LANES)
 
-typedef uint8_t vector_u8 __attribute__((vector_size(LANES)));
-typedef int8_t vector_i8 __attribute__((vector_size(LANES)));
-typedef uint8_t vector_half_u8 __attribute__((vector_size(LANES / 2)));
-typedef uint16_t vector_half_u16 __attribute__((vector_size(LANES)));
+typedef uint8_t vector_lane_u8 __attribute__((vector_size(LANES)));
+typedef uint16_t vector_lane_u16 __attribute__((vector_size(2 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -52,41 +50,8 @@ INLINE void save(float *p, vector_f32 v)
     memcpy(p, &v, sizeof v);
 }
 
-/* How the right operand of a product is stored: a pkv_dtype, or INT4 codes. */
-enum form { F32 = PKV_F32, F16 = PKV_F16, BF16 = PKV_BF16, ROW_PAIRS, COLUMN_PAIRS };
-
-/* INT4 codes, in the low four bits of bytes. */
-INLINE vector_f32 from_codes(vector_u8 codes)
-{
-    vector_i8 value = (vector_i8)(codes ^ 8) - 8;
-
-    return __builtin_convertvector(__builtin_convertvector(value, vector_i32), vector_f32);
-}
-
-/* LANES bytes, and of each the low four bits, or the high ones. */
-INLINE vector_f32 load_row_pairs(const uint8_t *from, bool odd)
-{
-    vector_u8 codes;
-
-    memcpy(&codes, from, sizeof codes);
-    return from_codes(odd ? codes >> 4 : codes & 15);
-}
-
-/* LANES / 2 bytes, and of each the low four bits, then the high ones. */
-INLINE vector_f32 load_column_pairs(const uint8_t *from)
-{
-    vector_half_u8 bytes;
-    vector_half_u16 pairs;
-
-    memcpy(&bytes, from, sizeof bytes);
-    pairs = __builtin_convertvector(bytes, vector_half_u16);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    pairs = pairs << 8 | pairs >> 4;
-#else
-    pairs |= pairs << 4;
-#endif
-    return from_codes((vector_u8)pairs & 15);
-}
+/* How the right operand of a product is stored: a pkv_dtype, or a tall matrix of codes. */
+enum form { F32 = PKV_F32, F16 = PKV_F16, BF16 = PKV_BF16, TALL };
 
 INLINE vector_u32 load_pairs(const char *row, size_t i)
 {
@@ -101,10 +66,6 @@ INLINE vector_u32 load_pairs(const char *row, size_t i)
 INLINE vector_f32 load_as(enum form form, const char *row, size_t i, bool second)
 {
     switch (form) {
-    case ROW_PAIRS:
-        return load_row_pairs((const uint8_t *)row + i * LANES, second);
-    case COLUMN_PAIRS:
-        return load_column_pairs((const uint8_t *)row + i * (LANES / 2));
     case BF16:
         return (vector_f32)(second ? load_pairs(row, i) & 0xffff0000u : load_pairs(row, i) << 16);
     case F16:
@@ -117,7 +78,7 @@ INLINE vector_f32 load_as(enum form form, const char *row, size_t i, bool second
 /* Rows that lie interleaved. */
 INLINE size_t interleave_of(enum form form)
 {
-    return form == BF16 || form == ROW_PAIRS ? 2 : 1;
+    return form == BF16 ? 2 : 1;
 }
 
 /* Half by half: one fixed order. */
@@ -273,12 +234,29 @@ INLINE void panel(tile_function *multiply, size_t vectors, enum form form, size_
 #undef TAKE
 }
 
+/* The first n columns of a panel. */
+INLINE void columns(tile_function *multiply, size_t n, enum form form, size_t rows, size_t k,
+                    const float *a, size_t lda, const char *b, size_t ldb_bytes, const float *scale,
+                    float *c, size_t ldc)
+{
+#define VECTORS(v)                                                                                 \
+    case v:                                                                                        \
+        if (v <= PANEL_VECTORS)                                                                    \
+            panel(multiply, v, form, rows, k, a, lda, b, ldb_bytes, scale, c, ldc);                \
+        break;
+    switch ((n + LANES - 1) / LANES) {
+        VECTORS(1)
+        VECTORS(2)
+        VECTORS(3)
+        VECTORS(4)
+    }
+#undef VECTORS
+}
+
 INLINE void product(tile_function *multiply, enum form form, size_t rows, size_t k, size_t n,
                     const float *a, size_t lda, struct matrix b, const float *scale, float *c,
                     size_t ldc)
 {
-    const bool codes = form == ROW_PAIRS || form == COLUMN_PAIRS;
-    const size_t row_codes = form == ROW_PAIRS ? b.columns : b.columns / 2;
     const size_t bytes = form == F32 ? 4 : 2;
     const size_t interleave = interleave_of(form);
     const size_t stored = (b.rows + interleave - 1) / interleave * interleave;
@@ -287,24 +265,10 @@ INLINE void product(tile_function *multiply, enum form form, size_t rows, size_t
     for (size_t j = 0; j < n; j += PANEL) {
         size_t width = b.columns - j < PANEL ? b.columns - j : PANEL;
         size_t used = n - j < width ? n - j : width;
-        size_t ldb_bytes = codes ? row_codes : width * interleave * bytes;
 
-#define VECTORS(v)                                                                                 \
-    case v:                                                                                        \
-        if (v <= PANEL_VECTORS)                                                                    \
-            panel(multiply, v, form, rows, k, a, lda, data, ldb_bytes, scale, c + j, ldc);         \
-        break;
-        switch ((used + LANES - 1) / LANES) {
-            VECTORS(1)
-            VECTORS(2)
-            VECTORS(3)
-            VECTORS(4)
-        }
-#undef VECTORS
-        if (codes)
-            data += form == ROW_PAIRS ? PANEL : PANEL / 2;
-        else
-            data += stored * width * bytes;
+        columns(multiply, used, form, rows, k, a, lda, data, width * interleave * bytes, scale,
+                c + j, ldc);
+        data += stored * width * bytes;
     }
 }
 
@@ -326,14 +290,168 @@ INLINE void product(tile_function *multiply, enum form form, size_t rows, size_t
 
 PRODUCT(f32, F32)
 PRODUCT(f16, F16)
-PRODUCT(row_pairs, ROW_PAIRS)
-PRODUCT(column_pairs, COLUMN_PAIRS)
 CHAIN(f32)
 CHAIN(f16)
 #ifndef OWN_BF16
 PRODUCT(bf16, BF16)
 CHAIN(bf16)
 #endif
+
+/* ---- Products by codes ---- */
+
+/* sum += a b, `rows` and `vectors` constants, for one row of codes that end before bit `end`. */
+INLINE void multiply_codes(size_t rows, size_t vectors, const vector_u32 *lanes, int end,
+                           const float *a, size_t lda, vector_f32 (*sum)[PANEL_VECTORS])
+{
+    vector_f32 value[PANEL_VECTORS];
+
+    UNROLL
+    for (size_t j = 0; j < vectors; j++)
+        value[j] = __builtin_convertvector((vector_i32)(lanes[j] << (32 - end)) >> 28, vector_f32);
+    UNROLL
+    for (size_t i = 0; i < rows; i++) {
+        vector_f32 x = splat(a[i * lda]);
+
+        UNROLL
+        for (size_t j = 0; j < vectors; j++)
+            sum[i][j] = vector_fma(x, value[j], sum[i][j]);
+    }
+}
+
+INLINE void tile_tall(size_t rows, size_t vectors, enum form form, size_t k, const float *a,
+                      size_t lda, const char *b, size_t ldb_bytes, const float *scale, float *c,
+                      size_t ldc)
+{
+    vector_f32 sum[TILE_MOST][PANEL_VECTORS];
+
+    (void)form;
+    sums_begin(rows, vectors, scale, c, ldc, sum);
+    for (size_t p = 0; p < k; p += 8, b += ldb_bytes) {
+        vector_u32 lanes[PANEL_VECTORS];
+
+        UNROLL
+        for (size_t j = 0; j < vectors; j++)
+            lanes[j] = load_pairs(b, j);
+        UNROLL
+        for (size_t i = 0; i < 8; i++)
+            multiply_codes(rows, vectors, lanes, (int)(i % 2 * 16 + i / 2 * 4 + 4), a + p + i, lda,
+                           sum);
+    }
+    sums_end(rows, vectors, sum, c, ldc);
+}
+
+static void product_tall(size_t rows, size_t k, size_t n, const float *a, size_t lda,
+                         const unsigned char *b, float *c, size_t ldc)
+{
+    for (size_t j = 0; j < n; j += PANEL)
+        columns(tile_tall, n - j < PANEL ? n - j : PANEL, TALL, rows, k, a, lda,
+                (const char *)b + 4 * j, 4 * n, NULL, c + j, ldc);
+}
+
+/* Lanes of two rows, or of one, as those of four have them. */
+INLINE vector_u32 load_two(const unsigned char *from)
+{
+    vector_lane_u16 lanes;
+    vector_u32 x;
+
+    memcpy(&lanes, from, sizeof lanes);
+    x = __builtin_convertvector(lanes, vector_u32);
+    return (x & 0xff) | (x & 0xff00) << 8;
+}
+
+INLINE vector_u32 load_one(const unsigned char *from)
+{
+    vector_lane_u8 lanes;
+
+    memcpy(&lanes, from, sizeof lanes);
+    return __builtin_convertvector(lanes, vector_u32);
+}
+
+/* `used` columns from column j on, in `vectors` vectors, of the half whose codes lie `shift` bits
+ * up; nothing beyond them is written. */
+INLINE void tile_wide(size_t rows, size_t vectors, size_t k, size_t half, unsigned shift, size_t j,
+                      size_t used, const float *a, size_t lda, const unsigned char *b, float *c,
+                      size_t ldc)
+{
+    const unsigned char *tail = b + k / 4 * half * 4;
+    vector_f32 sum[TILE_ROWS][PANEL_VECTORS];
+    vector_u32 lanes[PANEL_VECTORS];
+    size_t p = 0;
+
+    sums_begin(rows, vectors, NULL, c, ldc, sum);
+    for (; p + 4 <= k; p += 4) {
+        UNROLL
+        for (size_t v = 0; v < vectors; v++)
+            lanes[v] = load_pairs((const char *)b + p * half + 4 * j, v) >> shift;
+        UNROLL
+        for (size_t i = 0; i < 4; i++)
+            multiply_codes(rows, vectors, lanes, (int)(i % 2 * 16 + i / 2 * 8 + 4), a + p + i, lda,
+                           sum);
+    }
+    if (k - p >= 2) {
+        UNROLL
+        for (size_t v = 0; v < vectors; v++)
+            lanes[v] = load_two(tail + 2 * (j + v * LANES)) >> shift;
+        multiply_codes(rows, vectors, lanes, 4, a + p, lda, sum);
+        multiply_codes(rows, vectors, lanes, 20, a + p + 1, lda, sum);
+        p += 2;
+        tail += 2 * half;
+    }
+    if (p < k) {
+        UNROLL
+        for (size_t v = 0; v < vectors; v++)
+            lanes[v] = load_one(tail + j + v * LANES) >> shift;
+        multiply_codes(rows, vectors, lanes, 4, a + p, lda, sum);
+    }
+    UNROLL
+    for (size_t i = 0; i < rows; i++) {
+        UNROLL
+        for (size_t v = 0; v < vectors; v++) {
+            if (used - v * LANES >= LANES)
+                save(c + i * ldc + v * LANES, sum[i][v]);
+            else
+                memcpy(c + i * ldc + v * LANES, &sum[i][v], (used - v * LANES) * sizeof *c);
+        }
+    }
+}
+
+static void product_wide(size_t rows, size_t k, size_t n, const float *a, size_t lda,
+                         const unsigned char *b, float *c, size_t ldc)
+{
+    const size_t half = n / 2;
+
+    for (size_t i = 0; i < rows;) {
+        const size_t taken = rows - i >= TILE_ROWS ? TILE_ROWS : rows - i >= 2 ? 2 : 1;
+
+        for (size_t j = 0; j < n;) {
+            const size_t column = j % half;
+            const size_t used = half - column < PANEL ? half - column : PANEL;
+            const unsigned shift = j < half ? 0 : 4;
+
+#define WIDE(r, v)                                                                                 \
+    tile_wide(r, v, k, half, shift, column, used, a + i * lda, lda, b, c + i * ldc + j, ldc)
+#define VECTORS(v)                                                                                 \
+    case v:                                                                                        \
+        if (v <= PANEL_VECTORS && taken == TILE_ROWS)                                              \
+            WIDE(TILE_ROWS, v);                                                                    \
+        else if (v <= PANEL_VECTORS && taken == 2)                                                 \
+            WIDE(2, v);                                                                            \
+        else if (v <= PANEL_VECTORS)                                                               \
+            WIDE(1, v);                                                                            \
+        break;
+            switch ((used + LANES - 1) / LANES) {
+                VECTORS(1)
+                VECTORS(2)
+                VECTORS(3)
+                VECTORS(4)
+            }
+#undef VECTORS
+#undef WIDE
+            j += used;
+        }
+        i += taken;
+    }
+}
 
 /* ---- Softmax ---- */
 
@@ -464,7 +582,7 @@ static void bf16s_from_f32(size_t n, const float *from, void *to)
 #define KERNELS_TABLE(isa)                                                                         \
     .name = (isa), .panel = PANEL,                                                                 \
     .arithmetic = {{F32_OPERANDS(f32)}, {F32_OPERANDS(f16)}, {OWN_BF16}}, .softmax = softmax,      \
-    .product_row_pairs = product_row_pairs, .product_column_pairs = product_column_pairs,          \
-    .merge = merge, .to_f32 = {f32_to_f32, f16_to_f32s, bf16_to_f32s},                             \
+    .product_tall = product_tall, .product_wide = product_wide, .merge = merge,                    \
+    .to_f32 = {f32_to_f32, f16_to_f32s, bf16_to_f32s},                                             \
     .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32},                                     \
     .pairs_from_f32 = pairs_from_f32, .pairs_to_f32 = pairs_to_f32, .transpose = transpose

@@ -23,11 +23,6 @@ struct dense_page {
     struct matrix v;
 };
 
-struct factor_page {
-    unsigned char *k;
-    unsigned char *v;
-};
-
 /* Reserves the pools, or sets the message. store_close takes them back, also after a failure. */
 pkv_status store_open(struct backend *backend);
 void store_close(struct backend *backend);

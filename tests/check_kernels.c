@@ -314,24 +314,73 @@ START_TEST(chains)
 }
 END_TEST
 
-/* Codes of both kinds of pairs: the bits of the product with the same numbers in f32. */
+static uint32_t get_bits(const uint8_t *from, size_t bytes)
+{
+    uint32_t lane = 0;
+    uint16_t two;
+
+    if (bytes == 4)
+        memcpy(&lane, from, 4);
+    else if (bytes == 2)
+        memcpy(&two, from, 2), lane = two;
+    else
+        lane = *from;
+    return lane;
+}
+
+static void put_bits(uint8_t *to, size_t bytes, uint32_t lane)
+{
+    uint16_t two = (uint16_t)lane;
+
+    if (bytes == 4)
+        memcpy(to, &lane, 4);
+    else if (bytes == 2)
+        memcpy(to, &two, 2);
+    else
+        *to = (uint8_t)lane;
+}
+
+/* As kernels.h has it; the code's bits must be 0 before. */
+static void put_code(uint8_t *codes, bool tall, size_t rows, size_t columns, size_t i, size_t j,
+                     int code)
+{
+    size_t half = columns / 2;
+    size_t whole = rows / 4 * 4;
+    size_t bytes = 4;
+    size_t bit = i % 2 * 16 + i / 2 * 8 % 16 + j / half * 4;
+    uint8_t *lane = codes + (i / 4 * half + j % half) * 4;
+
+    if (tall) {
+        lane = codes + (i / 8 * columns + j) * 4;
+        bit = i % 2 * 16 + i / 2 % 4 * 4;
+    } else if (i >= whole && rows - whole >= 2 && i < whole + 2) {
+        bytes = 2;
+        lane = codes + whole * half + j % half * 2;
+        bit = (i - whole) * 8 + j / half * 4;
+    } else if (i >= whole) {
+        bytes = 1;
+        lane = codes + (rows - 1) * half + j % half;
+        bit = j / half * 4;
+    }
+    put_bits(lane, bytes, get_bits(lane, bytes) | (uint32_t)(code & 15) << bit);
+}
+
+/* Codes of tall and of wide matrices: the bits of the product with the same numbers in f32. */
 START_TEST(products_of_codes)
 {
     static const size_t rows[] = {1, 2, 3, 4, 5, 7, 8, 9, 13, 33};
-    static const size_t evens[] = {8, 16, 24, 32, 40, 64, 72, 128, 136, 256};
-    static const size_t any[] = {1, 2, 3, 5, 7, 8, 13, 14, 16, 17, 31, 32, 33, 40};
+    static const size_t eights[] = {8, 16, 24, 32, 40, 64, 72, 128, 136, 256};
+    static const size_t any[] = {1, 2, 3, 4, 5, 7, 8, 13, 14, 16, 17, 31, 32, 33, 40, 71, 128};
     const struct kernels *kernels = available[_i / 2];
-    const bool row_pairs = _i % 2;
-    kernel_product *product =
-        row_pairs ? kernels->product_row_pairs : kernels->product_column_pairs;
+    const bool tall = _i % 2;
 
     tests_seed((uint64_t)_i);
     for (int repeat = 0; repeat < 300; repeat++) {
-        size_t k = row_pairs ? PICK(evens) : PICK(any);
-        size_t n = row_pairs ? PICK(any) : PICK(evens);
+        size_t k = tall ? PICK(eights) : PICK(any);
+        size_t n = tall ? PICK(any) : PICK(eights);
         size_t padded = kernels_padded(n);
         /* The codes end exactly where the contract says that reads end. */
-        size_t bytes = row_pairs ? (k / 2 - 1) * n + padded : ((k - 1) * n + padded) / 2;
+        size_t bytes = k * n / 2 + KERNELS_PAD * sizeof(float);
         struct product_case x = {.dtype = PKV_F32,
                                  .panel = kernels->panel,
                                  .rows = PICK(rows),
@@ -343,19 +392,16 @@ START_TEST(products_of_codes)
 
         x.a = random_left(&kernels->arithmetic[PKV_F32], true, x.rows, k, k);
         x.b = make_matrix(PKV_F32, kernels->panel, k, n, k, n);
-        x.scale = random_scale(x.rows);
         x.before = allocate(x.rows * padded * sizeof *x.before);
         for (size_t i = 0; i < x.rows * padded; i++)
             x.before[i] = tests_random_float();
         memset(codes, 0x88, bytes); /* what lies past the end: -8, which is no code */
+        memset(codes, 0, k * n / 2);
         for (size_t i = 0; i < k; i++) {
             for (size_t j = 0; j < n; j++) {
-                size_t at = row_pairs ? i / 2 * n + j : (i * n + j) / 2;
-                bool odd = row_pairs ? i % 2 : j % 2;
                 int code = (int)(tests_random() % 15) - 7;
 
-                codes[at] = (uint8_t)(odd ? (codes[at] & 15) | (code & 15) << 4
-                                          : (codes[at] & 0xf0) | (code & 15));
+                put_code(codes, tall, k, n, i, j, code);
                 put(x.b.data, PKV_F32, stored_index(PKV_F32, x.panel, x.b, i, j), (float)code);
             }
         }
@@ -365,7 +411,8 @@ START_TEST(products_of_codes)
         float *c = allocate(size);
 
         memcpy(c, x.before, size);
-        product(x.rows, k, n, x.a, k, (struct matrix){codes, k, n}, x.scale, c, padded);
+        (tall ? kernels->product_tall : kernels->product_wide)(x.rows, k, n, x.a, k, codes, c,
+                                                               padded);
         for (size_t i = 0; i < x.rows; i++)
             require_kernels(memcmp(c + i * padded, expected + i * padded, n * sizeof *c) == 0,
                             kernels);
