@@ -247,24 +247,37 @@ static void attend_factors(const struct worker *worker, uint32_t slot, const flo
                                  state->o);
 }
 
-/* The factorized pages of [first, end) that the first begins, if kernels for whole pages serve
- * them, all at once; returns how many they are. */
+/*
+ * Cached pages [first, end) up to the first that is not factorized, if kernels for whole pages
+ * serve them, all at once; returns how many they are. What they fetch ahead is what this thread
+ * turns to next.
+ */
 static size_t attend_whole_factors(const struct worker *worker, size_t first, size_t end,
                                    const struct state *state)
 {
     const struct backend *backend = worker->backend;
-    const struct page *table = worker->unit->item->table;
-    struct factor_page pages[RUN_PAGES];
+    const struct backend_item *item = worker->unit->item;
+    const size_t ahead =
+        backend->step.states ? end : pages_count(&backend->geometry->policy, item->tokens);
+    struct factor_page pages[RUN_PAGES + KERNELS_AHEAD];
     size_t n = 0;
+    size_t more;
 
     if (!worker->whole_pages || backend->codec_k != backend->codec_v)
         return 0;
-    for (; first + n < end && table[first + n].kind == SLOT_FACTOR; n++)
-        pages[n] = store_factors(backend, worker->layer, worker->kv_head, table[first + n].slot);
-    if (n > 0)
-        backend->codec_k->attend(&worker->queries, backend->geometry->rank_k[worker->layer],
-                                 backend->geometry->rank_v[worker->layer], n, pages, state->m,
-                                 state->l, state->o);
+    for (; first + n < end && item->table[first + n].kind == SLOT_FACTOR; n++)
+        pages[n] =
+            store_factors(backend, worker->layer, worker->kv_head, item->table[first + n].slot);
+    if (n == 0)
+        return 0;
+    for (more = n; more < n + KERNELS_AHEAD; more++)
+        pages[more] = first + more < ahead && item->table[first + more].kind == SLOT_FACTOR
+                          ? store_factors(backend, worker->layer, worker->kv_head,
+                                          item->table[first + more].slot)
+                          : pages[more - 1];
+    backend->codec_k->attend(&worker->queries, backend->geometry->rank_k[worker->layer],
+                             backend->geometry->rank_v[worker->layer], n, pages, state->m, state->l,
+                             state->o);
     return n;
 }
 

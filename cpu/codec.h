@@ -50,7 +50,8 @@ struct codec {
                        const float *scale, float *o);
 
     /* n whole pages of K and V of this codec, one after the other, into states, where the
-     * whole-page kernels fit; see kernels.h. */
+     * whole-page kernels fit; KERNELS_AHEAD more pages follow that may be fetched; see kernels.h.
+     */
     void (*attend)(const struct codec_queries *queries, size_t rank_k, size_t rank_v, size_t n,
                    const struct factor_page *pages, float *m, float *l, float *o);
 

@@ -148,7 +148,9 @@ struct factor_page {
 };
 
 /* n pages of INT4 factors, one after the other; q is f32. A page is k[0] (tall) k[1] (wide) and
- * v[0] (tall) v[1] (wide), with their scales. */
+ * v[0] (tall) v[1] (wide), with their scales. pages[n] .. pages[n + KERNELS_AHEAD - 1] are
+ * addresses that may be fetched for what comes next. */
+#define KERNELS_AHEAD 4
 typedef void kernel_attend_codes(size_t rows, const float *q, const struct coded k[2],
                                  const struct coded v[2], size_t n, const struct factor_page *pages,
                                  float *m, float *l, float *o, size_t ldo);

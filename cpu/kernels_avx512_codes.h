@@ -2,17 +2,21 @@
 /*
  * Whole pages of INT4 factors for few queries, with VNNI's dot products of pairs of 16 bits: codes
  * are looked up, four 16-bit vectors to a vector of them; left operands are 16-bit words, of q and
- * of what passes between the products alike, each row with a power of two of its own, so that what
- * is rounded is at most 2^-14 of the row's largest. Exponents are those of 2.
+ * of what passes between the products alike, each row with a scale of its own, so that no rounding
+ * is more than 2^-15 of the row's largest.
  *
  * A page is a chain of five short products that wait for each other, so BLOCK pages go through
- * every stage side by side. For FEW_PAGE tokens a page, ranks of up to LANES and a d of whole
+ * every stage side by side, while the next ones are fetched: the hardware's prefetcher follows one
+ * page after the other only. For FEW_PAGE tokens a page, ranks of up to LANES and a d of whole
  * panels.
  */
+#include <float.h>
 #include <math.h>
 
-#define BLOCK     4
-#define WORD_BITS 14 /* of the exponent of the largest word */
+#define BLOCK      KERNELS_AHEAD
+#define CACHE_LINE 64
+#define WORD_MOST  32767.0f
+#define LOG2_E     0x1.715476p+0f
 
 /* Rows of words in pairs: one vector of each two rows side by side, 4 words of each in turn. */
 typedef int16_t narrow_words[FEW][LANES];
@@ -24,8 +28,8 @@ struct page_work {
     __m512 score[FEW][2]; /* log2(e) times the score */
     __m512 top;           /* of rows: the largest score */
     __m512 weight;        /* of rows: 2^(top - m) */
-    int key_exponent;     /* of the scales of R_K */
-    int value_exponent;   /* of the scales of L_V */
+    float key_scale;      /* the largest of those of R_K */
+    float value_scale;    /* the largest of those of L_V */
     int16_t p[FEW][FEW_PAGE];
 };
 
@@ -47,12 +51,6 @@ INLINE __m512i load_bits(const void *from)
 INLINE __m512 load_scales(const unsigned char *from)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)from));
-}
-
-/* 2^exponent, if normal. */
-INLINE float power_of_two(int exponent)
-{
-    return f32_from_bits((uint32_t)(exponent + 127) << 23);
 }
 
 /* The codes in bits 4 i .. 4 i + 3 of each 16, as words: a look-up ignores the bits above. */
@@ -112,16 +110,15 @@ INLINE __m512 largest_of_rows(const __m512 x[FEW])
     return _mm512_max_ps(all, _mm512_shuffle_f32x4(all, all, 0xb1));
 }
 
-/* The exponent of the largest of 32 f16, none negative; that of the smallest normal one at least.
- * They are ordered like their bits. */
-INLINE int largest_exponent(__m512i f16)
+/* The largest of 32 f16, none negative, which are ordered like their bits; not 0. */
+INLINE float largest_scale(__m512i f16)
 {
     __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(f16), _mm512_extracti64x4_epi64(f16, 1));
     __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)));
-    int exponent = (~_mm_cvtsi128_si32(least) & 0xffff) >> 10;
+    __m128i largest = _mm_max_epu16(_mm_xor_si128(least, _mm_set1_epi16(-1)), _mm_set1_epi16(1));
 
-    return (exponent > 0 ? exponent : 1) - 15;
+    return _mm_cvtss_f32(_mm_cvtph_ps(largest));
 }
 
 /* 2^x within 2^-13; 0 for what is far below 0. */
@@ -150,7 +147,7 @@ INLINE __m512 narrow(size_t rows, const __m512 x[FEW], narrow_words words)
         magnitude[i] = i < rows ? _mm512_abs_ps(x[i]) : _mm512_setzero_ps();
     exponent =
         _mm512_getexp_ps(_mm512_max_ps(largest_of_rows(magnitude), _mm512_set1_ps(0x1p-100f)));
-    exponent = _mm512_sub_ps(exponent, _mm512_set1_ps(WORD_BITS));
+    exponent = _mm512_sub_ps(exponent, _mm512_set1_ps(14.0f));
     up = _mm512_scalef_ps(one, _mm512_sub_ps(_mm512_setzero_ps(), exponent));
     UNROLL
     for (size_t i = 0; i < FEW; i++)
@@ -160,6 +157,15 @@ INLINE __m512 narrow(size_t rows, const __m512 x[FEW], narrow_words words)
     for (size_t i = 0; i < rows; i += 2)
         _mm512_storeu_si512(words[i], _mm512_packs_epi32(word[i], word[i + 1]));
     return _mm512_scalef_ps(one, exponent);
+}
+
+/* Part number i of n of a page's bytes into the cache. */
+INLINE void prefetch(const unsigned char *page, size_t bytes, size_t i, size_t n)
+{
+    const size_t lines = (bytes + n * CACHE_LINE - 1) / (n * CACHE_LINE);
+
+    for (size_t j = 0; j < lines; j++)
+        _mm_prefetch((const char *)page + (i * lines + j) * CACHE_LINE, _MM_HINT_T0);
 }
 
 INLINE void codes_zero(size_t rows, __m512i sum[FEW][2])
@@ -238,9 +244,11 @@ INLINE void multiply_wide(size_t rows, size_t k, size_t half, size_t j, const un
 
 /* q R_K^T times the scales of L_K^T. The scales of R_K go into q first, as words. */
 INLINE void stage_right_keys(size_t rows, const struct codes_rows *state, const struct coded k[2],
-                             const unsigned char *page, struct page_work *work)
+                             const unsigned char *page, const unsigned char *ahead,
+                             struct page_work *work)
 {
     const size_t d = k[0].rows;
+    const size_t bytes = k[1].scales + k[1].rows * sizeof(uint16_t);
     const size_t rank = k[0].columns;
     const unsigned char *scales = page + k[0].scales;
     __m512i top = load_bits(scales);
@@ -250,8 +258,8 @@ INLINE void stage_right_keys(size_t rows, const struct codes_rows *state, const 
 
     for (size_t j = FEW_PAGE; j < d; j += FEW_PAGE)
         top = _mm512_max_epu16(top, load_bits(scales + j * sizeof(uint16_t)));
-    work->key_exponent = largest_exponent(top);
-    up = _mm512_set1_ps(power_of_two(WORD_BITS - work->key_exponent));
+    work->key_scale = largest_scale(top);
+    up = _mm512_set1_ps(WORD_MOST / work->key_scale);
     for (size_t j = 0; j < d; j += FEW_PAGE) {
         const unsigned char *at = scales + j * sizeof(uint16_t);
         __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(load_scales(at), up));
@@ -264,8 +272,10 @@ INLINE void stage_right_keys(size_t rows, const struct codes_rows *state, const 
                                 _mm512_mulhrs_epi16(both, load_bits(state->q + i * d + j)));
     }
     codes_zero(rows, sum);
-    for (size_t j = 0; j < d; j += FEW_PAGE)
+    for (size_t j = 0; j < d; j += FEW_PAGE) {
+        prefetch(ahead, bytes, j / FEW_PAGE, d / FEW_PAGE);
         add_tall(rows, rank, page + k[0].codes + j * rank / 2, q + j, d, sum);
+    }
     left = _mm512_maskz_mov_ps(lanes(0, rank), load_scales(page + k[1].scales));
     UNROLL
     for (size_t i = 0; i < rows; i++)
@@ -277,7 +287,7 @@ INLINE void stage_right_keys(size_t rows, const struct codes_rows *state, const 
 INLINE void stage_left_keys(size_t rows, const struct codes_rows *state, const struct coded k[2],
                             const unsigned char *page, struct page_work *work)
 {
-    const __m512 undo = _mm512_set1_ps(power_of_two(work->key_exponent - WORD_BITS + 15));
+    const __m512 undo = _mm512_set1_ps(work->key_scale * (32768.0f / WORD_MOST));
     narrow_words words;
     __m512i sum[FEW][2];
     __m512 largest[FEW];
@@ -330,9 +340,9 @@ INLINE void stage_softmax(size_t rows, struct codes_rows *state, const struct co
     const unsigned char *scales = page + v[0].scales;
     __m512 up, low, high;
 
-    work->value_exponent = largest_exponent(load_bits(scales));
+    work->value_scale = largest_scale(load_bits(scales));
     work->weight = power_low(_mm512_sub_ps(work->top, state->m));
-    up = _mm512_set1_ps(power_of_two(WORD_BITS - work->value_exponent));
+    up = _mm512_set1_ps(WORD_MOST / work->value_scale);
     low = _mm512_mul_ps(load_scales(scales), up);
     high = _mm512_mul_ps(load_scales(scales + LANES * sizeof(uint16_t)), up);
     UNROLL
@@ -362,9 +372,11 @@ INLINE void stage_left_values(size_t rows, const struct coded v[2], const unsign
 }
 
 INLINE void stage_right_values(size_t rows, const struct coded v[2], const unsigned char *page,
-                               const struct page_work *work, float *o, size_t ldo)
+                               const unsigned char *ahead, const struct page_work *work, float *o,
+                               size_t ldo)
 {
-    const __m512 undo = _mm512_set1_ps(power_of_two(work->value_exponent - WORD_BITS));
+    const size_t bytes = v[1].scales + v[1].columns * sizeof(uint16_t);
+    const __m512 undo = _mm512_set1_ps(work->value_scale / WORD_MOST);
     const size_t half = v[1].columns / 2;
     narrow_words words;
     __m512 scale =
@@ -375,6 +387,7 @@ INLINE void stage_right_values(size_t rows, const struct coded v[2], const unsig
         __m512 column[2] = {load_scales(scales), load_scales(scales + half * sizeof(uint16_t))};
         __m512i sum[FEW][2];
 
+        prefetch(ahead, bytes, j / LANES, half / LANES);
         multiply_wide(rows, v[1].rows, half, j, page + v[1].codes, words, sum);
         UNROLL
         for (size_t i = 0; i < rows; i++) {
@@ -400,15 +413,15 @@ INLINE void rows_begin(size_t rows, const float *q, size_t d, const float *m, co
 
     for (size_t i = 0; i < rows; i++) {
         __m512i top = _mm512_setzero_si512();
-        int exponent;
+        float largest;
         __m512 up;
 
         for (size_t j = 0; j < d; j += LANES)
             top = _mm512_max_epi32(
                 top, _mm512_and_si512(load_bits(q + i * d + j), _mm512_set1_epi32(0x7fffffff)));
-        exponent = (_mm512_reduce_max_epi32(top) >> 23) - 127;
-        exponent = exponent < -100 ? -100 : exponent;
-        up = _mm512_set1_ps(power_of_two(WORD_BITS - exponent));
+        largest = f32_from_bits((uint32_t)_mm512_reduce_max_epi32(top));
+        largest = largest < 0x1p-100f ? 0x1p-100f : largest;
+        up = _mm512_set1_ps(WORD_MOST / largest);
         for (size_t j = 0; j < d; j += FEW_PAGE) {
             const float *from = q + i * d + j;
             __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(from), up));
@@ -417,11 +430,12 @@ INLINE void rows_begin(size_t rows, const float *q, size_t d, const float *m, co
             _mm512_storeu_si512(state->q + i * d + j, _mm512_packs_epi32(low, high));
         }
         for (size_t j = i; j < LANES; j += FEW) {
-            scale[j] = exponent > 127 ? NAN : power_of_two(exponent - WORD_BITS) * 0x1.715476p+0f;
-            maximum[j] = m[i] * 0x1.715476p+0f;
+            scale[j] = largest <= FLT_MAX ? largest / WORD_MOST * LOG2_E : NAN;
+            maximum[j] = m[i] * LOG2_E;
         }
-        state->l[i] = _mm512_maskz_mov_ps(1, _mm512_set1_ps(l[i]));
     }
+    for (size_t i = 0; i < rows; i++)
+        state->l[i] = _mm512_maskz_mov_ps(1, _mm512_set1_ps(l[i]));
     state->q_scale = (__m512)load(scale);
     state->m = (__m512)load(maximum);
 }
@@ -433,7 +447,7 @@ INLINE void rows_end(size_t rows, const struct codes_rows *state, float *m, floa
 
     save(maximum, (vector_f32)state->m);
     for (size_t i = 0; i < rows; i++) {
-        if (maximum[i] != m[i] * 0x1.715476p+0f)
+        if (maximum[i] != m[i] * LOG2_E)
             m[i] = maximum[i] * 0x1.62e430p-1f;
         l[i] = _mm512_reduce_add_ps(state->l[i]);
     }
@@ -453,7 +467,7 @@ INLINE void few_codes(size_t rows, const float *q, const struct coded k[2], cons
 
         block = n < BLOCK ? n : BLOCK;
         for (size_t i = 0; i < block; i++)
-            stage_right_keys(rows, &state, k, pages[i].k, &work[i]);
+            stage_right_keys(rows, &state, k, pages[i].k, pages[block + i].k, &work[i]);
         for (size_t i = 0; i < block; i++)
             stage_left_keys(rows, &state, k, pages[i].k, &work[i]);
         top = work[0].top;
@@ -465,7 +479,7 @@ INLINE void few_codes(size_t rows, const float *q, const struct coded k[2], cons
         for (size_t i = 0; i < block; i++)
             stage_left_values(rows, v, pages[i].v, &work[i]);
         for (size_t i = 0; i < block; i++)
-            stage_right_values(rows, v, pages[i].v, &work[i], o, ldo);
+            stage_right_values(rows, v, pages[i].v, pages[block + i].v, &work[i], o, ldo);
     }
     rows_end(rows, &state, m, l);
 }

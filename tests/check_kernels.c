@@ -579,6 +579,242 @@ START_TEST(merged_states)
 }
 END_TEST
 
+/* ---- Whole pages of codes ---- */
+
+enum { CODED_PAGES = 11, CODED_TOKENS = 32, CODED_MOST = 256, CODED_ROWS = 11 };
+
+/* Pages of INT4 factors and what they are in f64. */
+struct coded_case {
+    size_t d, rank_k, rank_v, pages;
+    struct coded k[2], v[2];
+    unsigned char *memory;
+    struct factor_page page[CODED_PAGES + KERNELS_AHEAD];
+    double *keys, *values; /* [pages * CODED_TOKENS, d] */
+};
+
+/* Fills a part with random codes and scales of around `scale`, graded over a factor of 30 or zero
+ * here and there; adds to `product` [rows, columns], if it is the right one, left times this. */
+static void put_coded(unsigned char *page, struct coded part, bool tall, bool row_scales,
+                      float scale, double *values)
+{
+    size_t n_scales = row_scales ? part.rows : part.columns;
+    uint16_t *scales = allocate(n_scales * sizeof *scales);
+
+    memset(page + part.codes, 0, part.rows * part.columns / 2);
+    for (size_t i = 0; i < n_scales; i++)
+        scales[i] =
+            tests_random() % 16 == 0 ? 0 : f16_from_f32(scale * expf(1.7f * tests_random_float()));
+    memcpy(page + part.scales, scales, n_scales * sizeof *scales);
+    for (size_t i = 0; i < part.rows; i++) {
+        for (size_t j = 0; j < part.columns; j++) {
+            int code = (int)(tests_random() % 15) - 7;
+
+            put_code(page + part.codes, tall, part.rows, part.columns, i, j, code);
+            values[i * part.columns + j] = code * (double)f16_to_f32(scales[row_scales ? i : j]);
+        }
+    }
+    free(scales);
+}
+
+static void multiply_f64(size_t rows, size_t k, size_t n, const double *a, const double *b,
+                         double *c)
+{
+    for (size_t i = 0; i < rows; i++) {
+        for (size_t j = 0; j < n; j++) {
+            c[i * n + j] = 0;
+            for (size_t p = 0; p < k; p++)
+                c[i * n + j] += a[i * k + p] * b[p * n + j];
+        }
+    }
+}
+
+static struct coded_case make_coded(size_t d, size_t rank_k, size_t rank_v, size_t pages,
+                                    float k_scale, float v_scale)
+{
+    struct coded_case x = {.d = d, .rank_k = rank_k, .rank_v = rank_v, .pages = pages};
+    size_t k_codes = rank_k * (d + CODED_TOKENS) / 2;
+    size_t v_codes = rank_v * (d + CODED_TOKENS) / 2;
+    size_t k_bytes = (k_codes + 2 * (d + rank_k) + 3) / 4 * 4;
+    size_t v_bytes = v_codes + 2 * (d + CODED_TOKENS);
+    size_t page_bytes = k_bytes + (v_bytes + 3) / 4 * 4;
+    double *left = allocate(CODED_MOST * CODED_TOKENS * sizeof *left);
+    double *right = allocate(CODED_MOST * CODED_TOKENS * sizeof *right);
+    double *transposed = allocate(CODED_MOST * CODED_TOKENS * sizeof *transposed);
+
+    x.k[0] = (struct coded){0, k_codes, d, rank_k};
+    x.k[1] = (struct coded){d * rank_k / 2, k_codes + 2 * d, rank_k, CODED_TOKENS};
+    x.v[0] = (struct coded){0, v_codes, CODED_TOKENS, rank_v};
+    x.v[1] = (struct coded){CODED_TOKENS * rank_v / 2, v_codes + 2 * CODED_TOKENS, rank_v, d};
+    /* Pages end exactly where the contract says that reads end. */
+    x.memory = allocate(pages * page_bytes + KERNELS_PAD * sizeof(float));
+    memset(x.memory, 0x88, pages * page_bytes + KERNELS_PAD * sizeof(float));
+    x.keys = allocate(pages * CODED_TOKENS * d * sizeof *x.keys);
+    x.values = allocate(pages * CODED_TOKENS * d * sizeof *x.values);
+    for (size_t i = 0; i < pages + KERNELS_AHEAD; i++) {
+        size_t at = (i < pages ? i : pages - 1) * page_bytes;
+
+        x.page[i] = (struct factor_page){x.memory + at, x.memory + at + k_bytes};
+    }
+    for (size_t i = 0; i < pages; i++) {
+        put_coded(x.page[i].k, x.k[0], true, true, k_scale, left);
+        put_coded(x.page[i].k, x.k[1], false, true, 1 / k_scale / 30, right);
+        multiply_f64(d, rank_k, CODED_TOKENS, left, right, transposed);
+        for (size_t t = 0; t < CODED_TOKENS; t++)
+            for (size_t j = 0; j < d; j++)
+                x.keys[(i * CODED_TOKENS + t) * d + j] = transposed[j * CODED_TOKENS + t];
+        put_coded(x.page[i].v, x.v[0], true, true, v_scale, left);
+        put_coded(x.page[i].v, x.v[1], false, false, v_scale, right);
+        multiply_f64(CODED_TOKENS, rank_v, d, left, right, x.values + i * CODED_TOKENS * d);
+    }
+    free(left);
+    free(right);
+    free(transposed);
+    return x;
+}
+
+static void free_coded(struct coded_case *x)
+{
+    free(x->memory);
+    free(x->keys);
+    free(x->values);
+}
+
+/* Largest error of o / l, relative to the largest output, and of m + ln(l), relative to 4 or the
+ * largest score. */
+static void coded_errors(const struct coded_case *x, size_t rows, const float *q, const float *m,
+                         const float *l, const float *o, double *error, double *lse_error)
+{
+    const size_t tokens = x->pages * CODED_TOKENS;
+    double p[CODED_PAGES * CODED_TOKENS];
+    double largest = 0;
+
+    *error = *lse_error = 0;
+    for (size_t i = 0; i < rows; i++) {
+        double top = -INFINITY;
+        double sum = 0;
+
+        for (size_t t = 0; t < tokens; t++) {
+            p[t] = 0;
+            for (size_t j = 0; j < x->d; j++)
+                p[t] += (double)q[i * x->d + j] * x->keys[t * x->d + j];
+        }
+        for (size_t t = 0; t < tokens; t++)
+            top = fmax(top, p[t]);
+        for (size_t t = 0; t < tokens; t++)
+            sum += p[t] = exp(p[t] - top);
+        *lse_error =
+            fmax(*lse_error, fabs(top + log(sum) - (m[i] + log(l[i]))) / fmax(4, fabs(top)));
+        for (size_t j = 0; j < x->d; j++) {
+            double exact = 0;
+
+            for (size_t t = 0; t < tokens; t++)
+                exact += p[t] * x->values[t * x->d + j] / sum;
+            largest = fmax(largest, fabs(exact));
+            *error = fmax(*error, fabs(exact - o[i * x->d + j] / l[i]));
+        }
+    }
+    *error /= largest;
+}
+
+/* Against f64, and a row's bits do not depend on the rows beside it. Left operands are words of 15
+ * bits of the largest, q of the largest in the row times the largest scale of the page, which with
+ * these scales leaves some 9 bits of a typical one; their roundings are independent. */
+START_TEST(pages_of_codes)
+{
+    static const size_t dims[] = {64, 128, 192, 256};
+    const struct kernels *kernels = available[_i];
+    const struct whole_pages *whole = &kernels->arithmetic[PKV_BF16].whole_pages;
+
+    if (whole->rows == 0 || !whole->attend_codes)
+        return;
+    tests_seed((uint64_t)_i);
+    for (int repeat = 0; repeat < 60; repeat++) {
+        /* A wide range of scales: subnormal ones of f16 too. */
+        struct coded_case x =
+            make_coded(PICK(dims), 1 + tests_random() % 16, 1 + tests_random() % 16,
+                       1 + tests_random() % CODED_PAGES, repeat % 3 == 0 ? 3e-5f : 0.05f,
+                       repeat % 4 == 0 ? 3e-5f : 0.2f);
+        size_t rows = 1 + tests_random() % CODED_ROWS;
+        float *q = allocate(rows * x.d * sizeof *q);
+        float *o = allocate(rows * x.d * sizeof *o);
+        float *one = allocate(x.d * sizeof *one);
+        float m[CODED_ROWS], l[CODED_ROWS];
+        double error, lse_error;
+
+        for (size_t i = 0; i < rows; i++) {
+            m[i] = -INFINITY;
+            l[i] = 0;
+        }
+        for (size_t i = 0; i < rows * x.d; i++) {
+            q[i] = tests_random_float() * (i % x.d == 7 ? 6.0f : 1.5f) / sqrtf((float)x.d) *
+                   (i < x.d ? 1e-3f : 1.0f);
+            o[i] = 0;
+        }
+        /* In two calls: states go on. */
+        size_t first = x.pages / 3;
+
+        if (first > 0)
+            whole->attend_codes(rows, q, x.k, x.v, first, x.page, m, l, o, x.d);
+        whole->attend_codes(rows, q, x.k, x.v, x.pages - first, x.page + first, m, l, o, x.d);
+        coded_errors(&x, rows, q, m, l, o, &error, &lse_error);
+        require_kernels(error <= 3e-3, kernels);
+        require_kernels(lse_error <= 0x1p-11, kernels);
+        for (size_t i = 0; i < rows; i++) {
+            float m1 = -INFINITY, l1 = 0;
+
+            memset(one, 0, x.d * sizeof *one);
+            if (first > 0)
+                whole->attend_codes(1, q + i * x.d, x.k, x.v, first, x.page, &m1, &l1, one, x.d);
+            whole->attend_codes(1, q + i * x.d, x.k, x.v, x.pages - first, x.page + first, &m1, &l1,
+                                one, x.d);
+            require_kernels(m1 == m[i] && l1 == l[i], kernels);
+            require_kernels(memcmp(one, o + i * x.d, x.d * sizeof *one) == 0, kernels);
+        }
+        free(one);
+        free(o);
+        free(q);
+        free_coded(&x);
+    }
+}
+END_TEST
+
+/* Pages of nothing but zeros, queries of zeros, and one that is not finite beside one that is. */
+START_TEST(odd_pages_of_codes)
+{
+    const struct kernels *kernels = available[_i];
+    const struct whole_pages *whole = &kernels->arithmetic[PKV_BF16].whole_pages;
+    enum { ROWS = 3, D = 128 };
+
+    if (whole->rows == 0 || !whole->attend_codes)
+        return;
+    tests_seed((uint64_t)_i);
+    for (int zeros = 0; zeros < 2; zeros++) {
+        struct coded_case x = make_coded(D, 16, 14, 5, 0.05f, 0.2f);
+        float m[ROWS] = {-INFINITY, -INFINITY, -INFINITY}, l[ROWS] = {0};
+        float q[ROWS * D] = {0}, o[ROWS * D] = {0};
+
+        if (zeros)
+            memset(x.memory, 0, (size_t)(x.page[4].v - x.memory) + x.v[1].scales + 2 * D);
+        q[2 * D + 5] = _i % 2 ? NAN : INFINITY;
+        whole->attend_codes(ROWS, q, x.k, x.v, 5, x.page, m, l, o, D);
+        for (size_t i = 0; i < 2; i++) {
+            require_kernels(m[i] == 0, kernels);
+            require_kernels(fabs(l[i] - 160) <= 1e-3, kernels);
+            for (size_t j = 0; j < D; j++) {
+                double sum = 0;
+
+                for (size_t t = 0; t < 160 && !zeros; t++)
+                    sum += x.values[t * D + j];
+                require_kernels(fabs(o[i * D + j] - sum) <= 0.2, kernels);
+            }
+        }
+        for (size_t j = 0; j < D; j++)
+            require_kernels(isnan(o[2 * D + j] / l[2]), kernels);
+        free_coded(&x);
+    }
+}
+END_TEST
+
 /* ---- Conversions ---- */
 
 /* The value of a 16-bit float from its definition. */
@@ -814,6 +1050,8 @@ int main(void)
     tcase_add_loop_test(test, softmax_scales, 0, 3 * n);
     tcase_add_loop_test(test, exponential, 0, 3 * n);
     tcase_add_loop_test(test, merged_states, 0, n);
+    tcase_add_loop_test(test, pages_of_codes, 0, n);
+    tcase_add_loop_test(test, odd_pages_of_codes, 0, n);
     tcase_add_loop_test(test, all_values_widen, 0, n);
     tcase_add_loop_test(test, narrowing_rounds_to_nearest_even, 0, n);
     tcase_add_loop_test(test, pairs, 0, n);
