@@ -187,22 +187,18 @@ static unsigned char *row_of(const struct geometry *geometry, struct piece piece
 static bool round_rows(const struct backend *backend, struct piece piece, size_t row, size_t rows,
                        const float *from, size_t stride)
 {
-    static const float zeros[TILE_COLUMNS];
+    const struct kernels *kernels = backend->kernels;
     const pkv_dtype dtype = backend->geometry->dtype;
     bool good = true;
 
-    for (size_t i = 0; i < rows; i += kernels_interleave(dtype)) {
+    if (dtype == PKV_BF16)
+        return kernels->pairs_from_f32(rows, piece.columns, from, stride,
+                                       row_of(backend->geometry, piece, row), piece.width);
+    for (size_t i = 0; i < rows; i++) {
         unsigned char *to = row_of(backend->geometry, piece, row + i);
-        const float *x = from + i * stride;
 
-        if (dtype == PKV_BF16) {
-            good = backend->kernels->pairs_from_f32(piece.columns, x,
-                                                    i + 1 < rows ? x + stride : zeros, to) &&
-                   good;
-        } else {
-            backend->kernels->from_f32[dtype](piece.columns, x, to);
-            good = elements_finite(dtype, piece.columns, to) && good;
-        }
+        kernels->from_f32[dtype](piece.columns, from + i * stride, to);
+        good = elements_finite(dtype, piece.columns, to) && good;
     }
     return good;
 }
@@ -210,24 +206,26 @@ static bool round_rows(const struct backend *backend, struct piece piece, size_t
 static void widen_rows(const struct backend *backend, struct piece piece, size_t row, size_t rows,
                        float *to, size_t stride)
 {
+    const struct kernels *kernels = backend->kernels;
     const pkv_dtype dtype = backend->geometry->dtype;
-    float unused[TILE_COLUMNS];
     size_t i = 0;
 
-    if (dtype == PKV_BF16) {
-        /* The first and the last row may be halves of their pairs. */
-        if (row % 2 == 1 && rows > 0)
-            backend->kernels->pairs_to_f32(piece.columns, row_of(backend->geometry, piece, row),
-                                           unused, to + i++ * stride);
-        for (; i < rows; i += 2)
-            backend->kernels->pairs_to_f32(piece.columns, row_of(backend->geometry, piece, row + i),
-                                           to + i * stride,
-                                           i + 1 < rows ? to + (i + 1) * stride : unused);
-    } else {
-        for (; i < rows; i++)
-            backend->kernels->to_f32[dtype](
-                piece.columns, row_of(backend->geometry, piece, row + i), to + i * stride);
+    if (dtype == PKV_BF16 && row % 2 == 1 && rows > 0) {
+        float pair[2 * TILE_COLUMNS];
+
+        kernels->pairs_to_f32(2, piece.columns, row_of(backend->geometry, piece, row), piece.width,
+                              pair, TILE_COLUMNS);
+        memcpy(to, pair + TILE_COLUMNS, piece.columns * sizeof *to);
+        i = 1;
     }
+    if (dtype == PKV_BF16) {
+        kernels->pairs_to_f32(rows - i, piece.columns, row_of(backend->geometry, piece, row + i),
+                              piece.width, to + i * stride, stride);
+        return;
+    }
+    for (; i < rows; i++)
+        kernels->to_f32[dtype](piece.columns, row_of(backend->geometry, piece, row + i),
+                               to + i * stride);
 }
 
 bool elements_round(const struct backend *backend, struct region to, const float *from,

@@ -93,10 +93,16 @@ typedef void kernel_merge(size_t rows, size_t n, float *m, float *l, float *o, c
 typedef void kernel_to_f32(size_t n, const void *from, float *to);
 typedef void kernel_from_f32(size_t n, const float *from, void *to);
 
-/* The same of two rows of a stored matrix of bf16 that lie interleaved; n columns, nothing beyond
- * touched. False where an element is not finite in bf16; what is stored is undefined then. */
-typedef bool kernel_pairs_from_f32(size_t n, const float *even, const float *odd, void *to);
-typedef void kernel_pairs_to_f32(size_t n, const void *from, float *even, float *odd);
+/*
+ * The same of `rows` rows of n columns of a stored matrix of bf16, in pairs; nothing beyond
+ * touched. Strides are between rows of f32 and between pairs of rows, in pairs of elements. An odd
+ * last row is paired with 0, and widened alone. False where an element is not finite in bf16; what
+ * is stored is undefined then.
+ */
+typedef bool kernel_pairs_from_f32(size_t rows, size_t n, const float *from, size_t from_stride,
+                                   void *to, size_t to_stride);
+typedef void kernel_pairs_to_f32(size_t rows, size_t n, const void *from, size_t from_stride,
+                                 float *to, size_t to_stride);
 
 /* to[j * to_stride + i] = from[i * from_stride + j], i < rows, j < columns. */
 typedef void kernel_transpose(size_t rows, size_t columns, const float *from, size_t from_stride,

@@ -112,18 +112,15 @@ INLINE vector_f32 pair_up(vector_f32 even, vector_f32 odd, vector_u32 *bad)
     return (vector_f32)(low | (round_to_bf16(odd, bad) & 0xffff0000u));
 }
 
-/* What is left of a row, less than a vector, is in quads that overlap. */
-static bool pairs_from_f32(size_t n, const float *even, const float *odd, void *to)
+/* One pair of rows. What is left of them, less than a vector, is in quads that overlap. */
+INLINE void pair_rows(size_t n, const float *even, const float *odd, char *to, vector_u32 *bad)
 {
-    char *pairs = to;
-    vector_u32 bad = {0};
-    uint32_t any = 0;
     size_t i = 0;
 
     for (; i + LANES <= n; i += LANES) {
-        vector_f32 pair = pair_up(load(even + i), load(odd + i), &bad);
+        vector_f32 pair = pair_up(load(even + i), load(odd + i), bad);
 
-        memcpy(pairs + 4 * i, &pair, sizeof pair);
+        memcpy(to + 4 * i, &pair, sizeof pair);
     }
     if (i < n && n >= 4) {
         const float *p[QUADS], *q[QUADS];
@@ -136,39 +133,59 @@ static bool pairs_from_f32(size_t n, const float *even, const float *odd, void *
             p[t] = even + at;
             q[t] = odd + at;
         }
-        pair = pair_up(load_quads(p), load_quads(q), &bad);
+        pair = pair_up(load_quads(p), load_quads(q), bad);
         UNROLL
         for (size_t t = 0; t < QUADS; t++)
-            memcpy(pairs + 4 * (p[t] - even), (char *)&pair + 16 * t, 16);
+            memcpy(to + 4 * (p[t] - even), (char *)&pair + 16 * t, 16);
         i = n;
     }
     for (; i < n; i++) {
-        vector_f32 pair = pair_up(splat(even[i]), splat(odd[i]), &bad);
+        vector_f32 pair = pair_up(splat(even[i]), splat(odd[i]), bad);
 
-        memcpy(pairs + 4 * i, &pair, 4);
+        memcpy(to + 4 * i, &pair, 4);
     }
+}
+
+static bool pairs_from_f32(size_t rows, size_t n, const float *from, size_t from_stride, void *to,
+                           size_t to_stride)
+{
+    static const float zeros[PANEL];
+    vector_u32 bad = {0};
+    uint32_t any = 0;
+    size_t i = 0;
+
+    for (; i + 2 <= rows; i += 2)
+        pair_rows(n, from + i * from_stride, from + (i + 1) * from_stride,
+                  (char *)to + i / 2 * to_stride * 4, &bad);
+    if (i < rows)
+        pair_rows(n, from + i * from_stride, zeros, (char *)to + i / 2 * to_stride * 4, &bad);
     for (size_t t = 0; t < LANES; t++)
         any |= bad[t];
     return any >> 31 == 0;
 }
 
-static void pairs_to_f32(size_t n, const void *from, float *even, float *odd)
+/* The elements of one row, which lie in the lower halves of pairs, or the upper ones. */
+INLINE void widen_row(size_t n, const char *from, bool upper, float *to)
 {
-    const char *pairs = from;
     size_t i = 0;
 
     for (; i + LANES <= n; i += LANES) {
         vector_u32 pair;
 
-        memcpy(&pair, pairs + 4 * i, sizeof pair);
-        save(even + i, (vector_f32)(pair << 16));
-        save(odd + i, (vector_f32)(pair & 0xffff0000u));
+        memcpy(&pair, from + 4 * i, sizeof pair);
+        save(to + i, (vector_f32)(upper ? pair & 0xffff0000u : pair << 16));
     }
     for (; i < n; i++) {
         uint32_t pair;
 
-        memcpy(&pair, pairs + 4 * i, sizeof pair);
-        even[i] = f32_from_bits(pair << 16);
-        odd[i] = f32_from_bits(pair & 0xffff0000u);
+        memcpy(&pair, from + 4 * i, sizeof pair);
+        to[i] = f32_from_bits(upper ? pair & 0xffff0000u : pair << 16);
     }
+}
+
+static void pairs_to_f32(size_t rows, size_t n, const void *from, size_t from_stride, float *to,
+                         size_t to_stride)
+{
+    for (size_t i = 0; i < rows; i++)
+        widen_row(n, (const char *)from + i / 2 * from_stride * 4, i % 2 == 1, to + i * to_stride);
 }

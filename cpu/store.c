@@ -222,26 +222,22 @@ static void round_row(const struct backend *backend, const pkv_input *input, siz
     backend->kernels->from_f32[geometry->dtype](geometry->head_dim, x, out);
 }
 
-/* Rows of f32, `stride` elements apart. */
-struct wide_rows {
-    const float *x;
-    size_t stride;
-};
-
-/* Elements at .. at + some - 1 of n rows of K or V: where they are, or converted in `room`. */
-static struct wide_rows wide_rows(const struct backend *backend, const pkv_input *input,
-                                  size_t first, size_t n, size_t head, size_t at, size_t some,
-                                  float *room)
+/* Elements at .. at + some - 1 of n rows of K or V in f32, one row after the other. Caller's rows
+ * are often a power of two apart, where few of them fit into the nearest cache together, and no
+ * hardware foresees the next head's. */
+static void widen_rows(const struct backend *backend, const pkv_input *input, size_t first,
+                       size_t n, size_t head, size_t at, size_t some, float *out)
 {
     const size_t bytes = storage_element_bytes(input->dtype);
+    const size_t ahead = head + 1 < backend->geometry->kv_heads ? input->head_stride * bytes : 0;
 
-    if (input->dtype == PKV_F32)
-        return (struct wide_rows){(const float *)input_row(input, first, head) + at,
-                                  input->token_stride};
-    for (size_t t = 0; t < n; t++)
-        backend->kernels->to_f32[input->dtype](
-            some, (const char *)input_row(input, first + t, head) + at * bytes, room + t * some);
-    return (struct wide_rows){room, some};
+    for (size_t t = 0; t < n; t++) {
+        const char *row = (const char *)input_row(input, first + t, head) + at * bytes;
+
+        for (size_t i = 0; i < some * bytes && ahead > 0; i += 64)
+            __builtin_prefetch(row + ahead + i);
+        backend->kernels->to_f32[input->dtype](some, row, out + t * some);
+    }
 }
 
 /* Rounds one block of one KV head; false where an element is not finite then. */
@@ -252,21 +248,19 @@ static bool round_block(const struct backend *backend, const struct attention_un
     const struct dense_page block = store_block(backend, unit->item, head, unit->block);
     const size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
     const size_t n = unit->tokens;
-    float room[BLOCK_TOKENS * ROUND_ELEMENTS];
+    float rows[BLOCK_TOKENS * ROUND_ELEMENTS];
     bool good = true;
 
     for (size_t at = 0; at < d; at += ROUND_ELEMENTS) {
         size_t some = cpu_min(ROUND_ELEMENTS, d - at);
-        struct wide_rows k = wide_rows(backend, &io->k, first, n, head, at, some, room);
 
-        good = elements_round_transposed(backend, (struct region){block.k, at, some, 0, n}, k.x,
-                                         k.stride) &&
+        widen_rows(backend, &io->k, first, n, head, at, some, rows);
+        good = elements_round_transposed(backend, (struct region){block.k, at, some, 0, n}, rows,
+                                         some) &&
                good;
-
-        struct wide_rows v = wide_rows(backend, &io->v, first, n, head, at, some, room);
-
-        good = elements_round(backend, (struct region){block.v, 0, n, at, some}, v.x, v.stride) &&
-               good;
+        widen_rows(backend, &io->v, first, n, head, at, some, rows);
+        good =
+            elements_round(backend, (struct region){block.v, 0, n, at, some}, rows, some) && good;
     }
     return good;
 }

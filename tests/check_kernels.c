@@ -966,47 +966,56 @@ START_TEST(choice)
 }
 END_TEST
 
-/* Pairs of rows are rounded as single elements are, tell what is not finite, and widen again. */
+/* Rows in pairs are rounded as single elements are, tell what is not finite, and widen again. */
 START_TEST(pairs)
 {
     const struct kernels *kernels = available[_i];
-    float rows[2][68];
-    float widened[2][68];
-    uint16_t h[2 * 68];
+    enum { ROWS = 5, COLUMNS = 64, STRIDE = COLUMNS + 1 };
+    float x[ROWS * STRIDE], widened[ROWS * STRIDE];
+    uint16_t h[(ROWS + 1) * STRIDE];
 
     tests_seed((uint64_t)_i);
-    for (int repeat = 0; repeat < 20000; repeat++) {
-        size_t n = 1 + tests_random() % 67;
-        size_t bad = tests_random() % (2 * n);
+    for (int repeat = 0; repeat < 10000; repeat++) {
+        /* As wide as a panel at most. */
+        size_t n = 1 + tests_random() % kernels->panel;
+        size_t rows = 1 + tests_random() % ROWS;
         bool finite = repeat % 2 == 0;
 
-        for (size_t i = 0; i < 2 * n; i++) {
+        for (size_t i = 0; i < ROWS * STRIDE; i++) {
             uint32_t bits = tests_random();
 
             if (repeat % 3 == 1)
                 bits = (bits & 0xffff0000u) | (0x7fffu + tests_random() % 3);
-            rows[i % 2][i / 2] = f32_from_bits(bits);
-            if (!isfinite(bf16_to_f32(bf16_from_f32(rows[i % 2][i / 2]))))
-                rows[i % 2][i / 2] = 1;
+            x[i] = f32_from_bits(bits);
+            if (!isfinite(bf16_to_f32(bf16_from_f32(x[i]))))
+                x[i] = 1;
+            widened[i] = 42;
         }
-        /* What alone is not finite: an infinity, a NaN or what is rounded to infinity. */
+        for (size_t i = 0; i < (ROWS + 1) * STRIDE; i++)
+            h[i] = 0x1234;
+        /* Alone: an infinity, a NaN or what is rounded to infinity. */
         if (!finite)
-            rows[bad % 2][bad / 2] = f32_from_bits(repeat % 3 == 0   ? 0xff800000u
-                                                   : repeat % 3 == 1 ? 0x7fffffffu
-                                                                     : 0x7f7f8000u);
-        h[2 * n] = 0x1234;
-        require_kernels(kernels->pairs_from_f32(n, rows[0], rows[1], h) == finite, kernels);
-        require_kernels(h[2 * n] == 0x1234, kernels);
-        if (!finite)
-            continue;
-        widened[0][n] = widened[1][n] = 42;
-        kernels->pairs_to_f32(n, h, widened[0], widened[1]);
-        require_kernels(widened[0][n] == 42 && widened[1][n] == 42, kernels);
-        for (size_t i = 0; i < 2 * n; i++) {
-            uint16_t value = bf16_from_f32(rows[i % 2][i / 2]);
+            x[tests_random() % rows * STRIDE + tests_random() % n] =
+                f32_from_bits(repeat % 3 == 0   ? 0xff800000u
+                              : repeat % 3 == 1 ? 0x7fffffffu
+                                                : 0x7f7f8000u);
+        require_kernels(kernels->pairs_from_f32(rows, n, x, STRIDE, h, STRIDE) == finite, kernels);
+        kernels->pairs_to_f32(rows, n, h, STRIDE, widened, STRIDE);
+        for (size_t i = 0; i < ROWS + ROWS % 2; i++) {
+            for (size_t j = 0; j < STRIDE; j++) {
+                uint16_t stored = h[(i / 2 * STRIDE + j) * 2 + i % 2];
+                uint16_t value = i < rows ? bf16_from_f32(x[i * STRIDE + j]) : 0;
 
-            require_kernels(h[i] == value, kernels);
-            require_kernels(f32_bits(widened[i % 2][i / 2]) == (uint32_t)value << 16, kernels);
+                if (j >= n || i >= rows + rows % 2)
+                    require_kernels(stored == 0x1234, kernels);
+                else if (finite)
+                    require_kernels(stored == value, kernels);
+                if (i < ROWS && (j >= n || i >= rows))
+                    require_kernels(widened[i * STRIDE + j] == 42, kernels);
+                else if (i < ROWS && finite)
+                    require_kernels(f32_bits(widened[i * STRIDE + j]) == (uint32_t)value << 16,
+                                    kernels);
+            }
         }
     }
 }
