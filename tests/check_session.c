@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* Sessions: what is saved comes back bit for bit, and nothing else comes in. */
+#define _GNU_SOURCE /* syscall */
 #include "fake_backend.h"
 #include "numeric.h"
 
@@ -8,6 +9,7 @@
 
 #include "tests.h" /* after message.h: see there */
 
+#include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <signal.h>
@@ -16,6 +18,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -1088,6 +1091,122 @@ START_TEST(files)
 }
 END_TEST
 
+/* ---- What the system does ---- */
+
+/* In this program these are the system's calls, but for what a test wants of one of them. */
+enum system_call { NO_CALL, WRITE, READ, FSYNC, RENAME, FCHMOD };
+
+static struct {
+    enum system_call call;
+    int at;      /* the call that fails, from 1; 0: none does */
+    int error;   /* with which errno */
+    size_t most; /* bytes of one read or write; 0: as many as asked for */
+    int calls;
+} wanted;
+
+static bool fails(enum system_call call)
+{
+    if (wanted.call != call || ++wanted.calls != wanted.at)
+        return false;
+    errno = wanted.error;
+    return true;
+}
+
+static size_t at_most(enum system_call call, size_t bytes)
+{
+    return wanted.call == call && wanted.most > 0 && bytes > wanted.most ? wanted.most : bytes;
+}
+
+ssize_t write(int file, const void *data, size_t bytes)
+{
+    return fails(WRITE) ? -1 : syscall(SYS_write, file, data, at_most(WRITE, bytes));
+}
+
+ssize_t read(int file, void *data, size_t bytes)
+{
+    return fails(READ) ? -1 : syscall(SYS_read, file, data, at_most(READ, bytes));
+}
+
+int fsync(int file)
+{
+    return fails(FSYNC) ? -1 : (int)syscall(SYS_fsync, file);
+}
+
+int rename(const char *from, const char *to)
+{
+    return fails(RENAME) ? -1 : (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
+}
+
+int fchmod(int file, mode_t mode)
+{
+    return fails(FCHMOD) ? -1 : (int)syscall(SYS_fchmod, file, mode);
+}
+
+START_TEST(system_calls_fail)
+{
+    static const struct {
+        enum system_call call;
+        int at, error;
+        const char *message;
+        bool replaced;
+    } failures[] = {{WRITE, 1, ENOSPC, "write: No space left on device", false},
+                    {WRITE, 2, EIO, "write: Input/output error", false},
+                    {FCHMOD, 1, EPERM, "chmod: Operation not permitted", false},
+                    {FSYNC, 1, EIO, "fsync: Input/output error", false},
+                    {RENAME, 1, EACCES, "rename: Permission denied", false},
+                    {FSYNC, 2, EIO, "fsync of the folder: Input/output error", true}};
+    pkv_config config = config_of(PKV_FACTORS_NONE, PKV_F32);
+    pkv_cache *cache = tests_open_cache(&config);
+    pkv_seq *old = open_sequence(cache, SHORT), *seq = open_sequence(cache, GROWN), *copy;
+    const pkv_session session = session_of("m");
+    pkv_session loaded = session_of("m");
+
+    for (size_t i = 0; i < sizeof failures / sizeof *failures; i++) {
+        ck_assert_int_eq(pkv_seq_save_file(old, &session, path_of("s")), PKV_OK);
+        wanted.call = failures[i].call;
+        wanted.at = failures[i].at;
+        wanted.error = failures[i].error;
+        wanted.calls = 0;
+        ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("s")), PKV_ERROR_IO);
+        wanted.call = NO_CALL;
+        ck_assert_str_eq(pkv_cache_message(cache), failures[i].message);
+        ck_assert_uint_eq(files_in_folder(), 1);
+        ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("s"), &copy), PKV_OK);
+        ck_assert_uint_eq(digest_of(copy), digest_of(failures[i].replaced ? seq : old));
+        ck_assert_int_eq(pkv_seq_close(copy), PKV_OK);
+    }
+
+    /* A read that fails, and calls that are interrupted or do less than they are asked for. */
+    ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("s")), PKV_OK);
+    for (int at = 1; at < 4; at++) {
+        wanted.call = READ;
+        wanted.at = at;
+        wanted.error = at == 3 ? EINTR : EIO;
+        wanted.calls = 0;
+        ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("s"), &copy),
+                         at == 3 ? PKV_OK : PKV_ERROR_IO);
+        wanted.call = NO_CALL;
+        if (at < 3)
+            ck_assert_str_eq(pkv_cache_message(cache), "read: Input/output error");
+    }
+    ck_assert_int_eq(pkv_seq_close(copy), PKV_OK);
+    wanted.at = 2;
+    wanted.error = EINTR;
+    wanted.most = 1000;
+    for (enum system_call call = WRITE; call <= READ; call++) {
+        wanted.call = call;
+        wanted.calls = 0;
+        ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("s")), PKV_OK);
+        ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("s"), &copy), PKV_OK);
+        wanted.call = NO_CALL;
+        ck_assert_int_gt(wanted.calls, 10);
+        ck_assert_uint_eq(digest_of(copy), digest_of(seq));
+        ck_assert_int_eq(pkv_seq_close(copy), PKV_OK);
+    }
+    pkv_cache_close(cache);
+}
+END_TEST
+
 /* A full disk, as a limit of a process of its own: the old file stays, and it alone. */
 START_TEST(full_disk)
 {
@@ -1199,6 +1318,7 @@ int main(void)
     suite_add_tcase(suite, memory);
     tcase_add_checked_fixture(disk, make_folder, remove_folder);
     tcase_add_test(disk, files);
+    tcase_add_test(disk, system_calls_fail);
     tcase_add_test(disk, full_disk);
     tcase_add_test(disk, killed_while_saving);
     suite_add_tcase(suite, disk);

@@ -7,7 +7,7 @@ set -eu
 source=$(cd "$(dirname "$0")/.." && pwd)
 folder=$1
 shift
-[ $# -gt 0 ] || set -- cache faults footprint session slots step threads walk
+[ $# -gt 0 ] || set -- cache faults session slots step threads walk
 passed=0
 failed=0
 
