@@ -59,5 +59,5 @@ make -j"$(nproc)"
 make -j"$(nproc)" check TESTS=
 # Shell tests would run programs by themselves.
 suites=$(find tests -type f -name 'check_*' -perm -u=x | sort | tr '\n' ' ')
-CK_TIMEOUT_MULTIPLIER=10 make check TESTS="tests/solver_bits $suites" \
+CK_TIMEOUT_MULTIPLIER=10 make -j"$(nproc)" check TESTS="tests/solver_bits $suites" \
     LOG_COMPILER="qemu-aarch64 -L $sysroot -E LD_LIBRARY_PATH=$blas:$libraries"
