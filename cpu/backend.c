@@ -18,14 +18,13 @@ static void close_backend(struct backend *backend)
     memory_release(backend->memory, backend);
 }
 
-static pkv_status open_backend(const struct geometry *geometry, size_t dense_slots,
-                               size_t factor_slots, const char *isa, unsigned threads,
-                               struct memory *memory, struct message *message,
-                               struct backend **opened)
+static pkv_status open_backend(const struct geometry *geometry, const struct capacity *capacity,
+                               const struct placement *placement, struct memory *memory,
+                               struct message *message, struct backend **opened)
 {
     const struct kernels *kernels;
     struct backend *backend;
-    pkv_status status = dispatch_choose(isa, &kernels, message);
+    pkv_status status = dispatch_choose(placement->isa, &kernels, message);
 
     *opened = NULL;
     if (status != PKV_OK)
@@ -41,9 +40,9 @@ static pkv_status open_backend(const struct geometry *geometry, size_t dense_slo
         .solver = dispatch_solver(kernels),
         .codec_k = codecs[geometry->factors_k],
         .codec_v = codecs[geometry->factors_v],
-        .threads = threads,
-        .dense_slots = dense_slots,
-        .factor_slots = factor_slots,
+        .threads = placement->threads,
+        .dense_slots = capacity->dense_slots,
+        .factor_slots = capacity->factor_slots,
     };
     status = store_open(backend);
     if (status != PKV_OK) {
@@ -119,14 +118,11 @@ static pkv_status step_layer(struct backend *backend, size_t layer, const pkv_st
     return factorize_run(backend, layer);
 }
 
-static double step_factorize_seconds(const struct backend *backend)
+static pkv_status step_end(struct backend *backend, struct step_report *report)
 {
-    return backend->step.factorize_seconds;
-}
-
-static uint64_t step_capped_pages(const struct backend *backend)
-{
-    return backend->step.capped_pages;
+    report->factorize_seconds = backend->step.factorize_seconds;
+    report->capped_pages = backend->step.capped_pages;
+    return PKV_OK;
 }
 
 static pkv_status rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
@@ -157,9 +153,8 @@ const struct backend_ops backend_cpu = {
     .reserved_bytes = reserved_bytes,
     .step_begin = step_begin,
     .step_layer = step_layer,
+    .step_end = step_end,
     .step_close = step_close,
-    .step_factorize_seconds = step_factorize_seconds,
-    .step_capped_pages = step_capped_pages,
     .rebuild = rebuild,
     .read = read_part,
     .write = write_part,

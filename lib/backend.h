@@ -25,6 +25,30 @@ struct geometry {
     float softmax_scale;  /* never 0 */
 };
 
+/* What a cache has declared, and the slots that follow. */
+struct capacity {
+    size_t max_sequences;
+    size_t max_tokens; /* of all sequences together, what forks share counted once */
+    size_t max_step_tokens;
+    size_t dense_slots;
+    size_t factor_slots;
+};
+
+/* Where a cache is to be and how it is to run there, as in pkv_config. */
+struct placement {
+    const char *isa;
+    unsigned threads;
+    int device;
+    void *stream;
+};
+
+/* What a step did, beside storing. */
+struct step_report {
+    double factorize_seconds; /* wall seconds spent on factorizing */
+    /* Pages of one layer and KV head, K and V apart, that it left at the solver's sweep cap. */
+    uint64_t capped_pages;
+};
+
 /* One sequence's part of a step. Everything is as at begin and stays valid until step_close. */
 struct backend_item {
     const struct page *table; /* pages_count(tokens) entries */
@@ -55,12 +79,11 @@ struct backend_ops {
     const char *name;
 
     /*
-     * Reserves pools of `dense_slots` and `factor_slots` slots through `memory`. `isa` is NULL or
-     * one of the names in puzzlekv.h; `threads` as in pkv_config. `memory`, `geometry` and
-     * `message` outlive the instance. On failure nothing stays allocated and `message` says why.
+     * Reserves pools of `capacity`'s slots, counted in `memory`. `geometry`, `memory` and `message`
+     * outlive the instance. On failure nothing stays allocated and `message` says why.
      */
-    pkv_status (*open)(const struct geometry *geometry, size_t dense_slots, size_t factor_slots,
-                       const char *isa, unsigned threads, struct memory *memory,
+    pkv_status (*open)(const struct geometry *geometry, const struct capacity *capacity,
+                       const struct placement *placement, struct memory *memory,
                        struct message *message, struct backend **backend);
     void (*close)(struct backend *backend);
 
@@ -70,16 +93,17 @@ struct backend_ops {
 
     /* Allocates the scratch of one step; step_layer allocates nothing. */
     pkv_status (*step_begin)(struct backend *backend, const struct backend_plan *plan);
-    /* Checks and rounds K and V, attends, stores. Strides in `io` are already resolved (never 0),
+    /*
+     * Checks and rounds K and V, attends, stores. Strides in `io` are already resolved (never 0),
      * pointers checked. On PKV_ERROR_VALUE or PKV_ERROR_SOLVER `message` names layer, KV head,
-     * page and K or V of the first fault in item, page, head order. */
+     * page and K or V of the first fault in layer, item, page, head order. A backend that computes
+     * beside its caller may leave that to step_end.
+     */
     pkv_status (*step_layer)(struct backend *backend, size_t layer, const pkv_step_io *io);
+    /* After the last layer: waits until everything is computed. Fails where a layer should have. */
+    pkv_status (*step_end)(struct backend *backend, struct step_report *report);
     /* Frees the scratch, after commit and abort alike. */
     void (*step_close)(struct backend *backend);
-    /* Wall seconds that the open step spent on factorizing. */
-    double (*step_factorize_seconds)(const struct backend *backend);
-    /* Pages of one layer and KV head, K and V apart, that it left at the solver's sweep cap. */
-    uint64_t (*step_capped_pages)(const struct backend *backend);
 
     /* Rebuilds a factorized page into a dense slot, all layers and heads: X = L R in f32,
      * rounded to the storage type. */

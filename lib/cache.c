@@ -120,6 +120,22 @@ static void free_cache(struct pkv_cache *cache)
     memory_release(&memory, cache);
 }
 
+static pkv_status open_backend(struct pkv_cache *cache, const pkv_config *config)
+{
+    const struct capacity capacity = {.max_sequences = cache->max_sequences,
+                                      .max_tokens = cache->max_tokens,
+                                      .max_step_tokens = cache->max_step_tokens,
+                                      .dense_slots = cache->storage.dense_slots,
+                                      .factor_slots = cache->storage.factor_slots};
+    const struct placement placement = {.isa = config->isa,
+                                        .threads = config->threads,
+                                        .device = config->device,
+                                        .stream = config->stream};
+
+    return cache->ops->open(&cache->geometry, &capacity, &placement, &cache->memory,
+                            &cache->message, &cache->backend);
+}
+
 static pkv_status open_cache(const struct backend_ops *ops, const pkv_config *config,
                              pkv_cache **result, struct message *message)
 {
@@ -151,8 +167,7 @@ static pkv_status open_cache(const struct backend_ops *ops, const pkv_config *co
     if (status != PKV_OK)
         fail(&cache->message, status, "cache: out of memory");
     else
-        status = ops->open(&cache->geometry, storage.dense_slots, storage.factor_slots, config->isa,
-                           config->threads, &cache->memory, &cache->message, &cache->backend);
+        status = open_backend(cache, config);
     if (status != PKV_OK) {
         *message = cache->message;
         cache->backend = NULL;

@@ -44,6 +44,18 @@ void memory_init(struct memory *memory, const pkv_allocator *allocator)
         memory->allocator = (pkv_allocator){default_allocate, default_release, NULL};
 }
 
+void memory_hold(struct memory *memory, size_t bytes)
+{
+    memory->bytes += bytes;
+    if (memory->peak_bytes < memory->bytes)
+        memory->peak_bytes = memory->bytes;
+}
+
+void memory_drop(struct memory *memory, size_t bytes)
+{
+    memory->bytes -= bytes;
+}
+
 void *memory_allocate(struct memory *memory, size_t count, size_t size)
 {
     size_t bytes, total, held;
@@ -68,9 +80,7 @@ void *memory_allocate(struct memory *memory, size_t count, size_t size)
 
     header->block = block;
     header->bytes = bytes;
-    memory->bytes = held;
-    if (memory->peak_bytes < held)
-        memory->peak_bytes = held;
+    memory_hold(memory, bytes);
     return pointer;
 }
 
@@ -81,6 +91,6 @@ void memory_release(struct memory *memory, void *pointer)
 
     struct header *header = (struct header *)pointer - 1;
 
-    memory->bytes -= header->bytes;
+    memory_drop(memory, header->bytes);
     memory->allocator.release(memory->allocator.opaque, header->block);
 }

@@ -22,4 +22,8 @@ void *memory_allocate(struct memory *memory, size_t count, size_t size);
 /* Gives back what memory_allocate returned; NULL is allowed. */
 void memory_release(struct memory *memory, void *pointer);
 
+/* Counts `bytes` that come from elsewhere, a device's memory for instance, and no longer do. */
+void memory_hold(struct memory *memory, size_t bytes);
+void memory_drop(struct memory *memory, size_t bytes);
+
 #endif

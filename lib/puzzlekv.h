@@ -172,6 +172,11 @@ typedef struct pkv_config {
     const char *isa;
     unsigned threads; /* OpenMP threads of one call, at most 1024; 0 means OpenMP's default; 0 */
 
+    /* CUDA: the device's ordinal, and the cudaStream_t that everything is queued on. NULL is a
+     * stream of the cache's own, and then every call waits for what it queued. 0; NULL */
+    int device;
+    void *stream;
+
     pkv_allocator allocator; /* all zero */
 } pkv_config;
 
@@ -323,9 +328,12 @@ pkv_status pkv_step_begin(pkv_cache *cache, const pkv_step_item *items, size_t n
  */
 pkv_status pkv_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io);
 
-/* Commits: the new tokens count from now on and due pages are factorized. Cannot fail once every
- * layer has succeeded on the CPU. Errors: PKV_ERROR_ARGUMENT (a layer is missing or failed; the
- * step stays open for abort), PKV_ERROR_DEVICE. */
+/*
+ * Commits: the new tokens count from now on and due pages are factorized. On the CPU it cannot fail
+ * once every layer has succeeded. On a device layers are only queued: this function waits for them
+ * and returns what a layer should have. The step stays open for abort after any failure.
+ * Errors: PKV_ERROR_ARGUMENT (a layer is missing or failed), PKV_ERROR_VALUE, PKV_ERROR_DEVICE.
+ */
 pkv_status pkv_step_end(pkv_step *step);
 
 /* Leaves every sequence, its contents and the pool as before begin. NULL is allowed. */

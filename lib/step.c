@@ -343,12 +343,20 @@ pkv_status pkv_step_end(pkv_step *step)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: layer %zu of %zu is missing",
                     step->next_layer, cache->geometry.layers);
 
+    struct step_report report = {0};
+    pkv_status status = cache->ops->step_end(cache->backend, &report);
+
+    if (status != PKV_OK) {
+        step->failed = true;
+        return status;
+    }
+
     size_t transient = cache->memory.peak_bytes - step->bytes_before;
 
     if (cache->transient_peak_bytes < transient)
         cache->transient_peak_bytes = transient;
-    cache->factorize_seconds += cache->ops->step_factorize_seconds(cache->backend);
-    cache->capped_pages += cache->ops->step_capped_pages(cache->backend);
+    cache->factorize_seconds += report.factorize_seconds;
+    cache->capped_pages += report.capped_pages;
     cache->ops->step_close(cache->backend);
 
     for (size_t i = 0; i < step->plan.n_items; i++) {

@@ -124,6 +124,13 @@ static pkv_status factorize(struct pages *pages)
         .element_bytes = pages->dtype == PKV_F32 ? 4 : 2,
         .softmax_scale = 1,
     };
+    const struct capacity capacity = {.max_sequences = 1,
+                                      .max_tokens = pages->length,
+                                      .max_step_tokens = pages->length,
+                                      .dense_slots = 1,
+                                      .factor_slots = 1};
+    const struct placement placement = {.isa = pages->isa,
+                                        .threads = pages->threads ? pages->threads : 2};
     struct page_change change = {.to = {0, SLOT_FACTOR}, .new_tokens = pages->length};
     struct backend_item item = {.new_tokens = pages->length, .changes = &change, .n_changes = 1};
     struct backend_plan plan = {&item, 1, pages->length};
@@ -137,10 +144,8 @@ static pkv_status factorize(struct pages *pages)
 
     io.v.data = v;
     memory_init(&memory, &standard);
-    ck_assert_int_eq(backend_cpu.open(&geometry, 1, 1, pages->isa,
-                                      pages->threads ? pages->threads : 2, &memory, &message,
-                                      &backend),
-                     PKV_OK);
+    ck_assert_int_eq(
+        backend_cpu.open(&geometry, &capacity, &placement, &memory, &message, &backend), PKV_OK);
     ck_assert_int_eq(backend_cpu.step_begin(backend, &plan), PKV_OK);
     status = backend_cpu.step_layer(backend, 0, &io);
     if (status == PKV_OK && pages->int4) {

@@ -174,8 +174,9 @@ static pkv_status try_step(struct world *world, const struct part *parts, size_t
         status = pkv_step_layer(step, layer, &io);
     }
     if (status == PKV_OK)
-        return pkv_step_end(step);
-    pkv_step_abort(step);
+        status = pkv_step_end(step);
+    if (status != PKV_OK)
+        pkv_step_abort(step);
     return status;
 }
 
@@ -796,6 +797,11 @@ START_TEST(backend_fails)
         check_unchanged(world, &before);
     }
     backend->fail_layer = PKV_OK;
+    backend->fail_end = PKV_ERROR_DEVICE;
+    ck_assert_int_eq(try_step(world, parts, 2, rows), PKV_ERROR_DEVICE);
+    check_message(world, "on demand");
+    check_unchanged(world, &before);
+    backend->fail_end = PKV_OK;
     backend->fail_rebuild = PKV_ERROR_DEVICE;
     ck_assert_int_eq(pkv_seq_truncate(parts[1].seq, 10), PKV_ERROR_DEVICE);
     check_message(world, "on demand");

@@ -94,11 +94,14 @@ static size_t slot_floats(const struct geometry *geometry)
     return geometry->layers * geometry->kv_heads * 2 * geometry->policy.page_tokens;
 }
 
-static pkv_status fake_open(const struct geometry *geometry, size_t dense_slots,
-                            size_t factor_slots, const char *isa, unsigned threads,
-                            struct memory *memory, struct message *message, struct backend **result)
+static pkv_status fake_open(const struct geometry *geometry, const struct capacity *capacity,
+                            const struct placement *placement, struct memory *memory,
+                            struct message *message, struct backend **result)
 {
-    (void)threads;
+    const size_t dense_slots = capacity->dense_slots;
+    const size_t factor_slots = capacity->factor_slots;
+    const char *isa = placement->isa;
+
     if (isa != NULL && strcmp(isa, "generic") != 0)
         return fail(message, PKV_ERROR_UNSUPPORTED, "isa: \"%.32s\" is not supported", isa);
 
@@ -348,21 +351,16 @@ static void fake_step_close(struct backend *backend)
         memory_release(backend->memory, backend->scratch[i]);
 }
 
-static double fake_step_factorize_seconds(const struct backend *backend)
+/* Any numbers that follow from the plan. */
+static pkv_status fake_step_end(struct backend *backend, struct step_report *report)
 {
-    double seconds = 0;
-
-    for (size_t i = 0; i < backend->plan->n_items; i++) {
+    if (backend->fail_end != PKV_OK)
+        return fail(backend->message, backend->fail_end, "backend: failed on demand");
+    for (size_t i = 0; i < backend->plan->n_items; i++)
         for (size_t j = 0; j < backend->plan->items[i].n_changes; j++)
-            seconds += backend->plan->items[i].changes[j].to.kind == SLOT_FACTOR;
-    }
-    return seconds;
-}
-
-/* Any number that follows from the plan. */
-static uint64_t fake_step_capped_pages(const struct backend *backend)
-{
-    return 3 * (uint64_t)fake_step_factorize_seconds(backend);
+            report->factorize_seconds += backend->plan->items[i].changes[j].to.kind == SLOT_FACTOR;
+    report->capped_pages = 3 * (uint64_t)report->factorize_seconds;
+    return PKV_OK;
 }
 
 static pkv_status fake_rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
@@ -484,9 +482,8 @@ const struct backend_ops backend_fake = {
     .reserved_bytes = fake_reserved_bytes,
     .step_begin = fake_step_begin,
     .step_layer = fake_step_layer,
+    .step_end = fake_step_end,
     .step_close = fake_step_close,
-    .step_factorize_seconds = fake_step_factorize_seconds,
-    .step_capped_pages = fake_step_capped_pages,
     .rebuild = fake_rebuild,
     .read = fake_read,
     .write = fake_write,

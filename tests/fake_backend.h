@@ -43,6 +43,7 @@ struct backend {
     pkv_status fail_begin;
     pkv_status fail_layer;
     size_t failing_layer;
+    pkv_status fail_end;
     pkv_status fail_rebuild;
 
     char violation[200]; /* the first breach of the contract in backend.h by the library; "" */
