@@ -117,7 +117,14 @@ struct backend_ops {
                         size_t tokens, enum page_part part, const void *in);
 };
 
-/* The CPU backend, in cpu/. */
+/* What a backend's module exports as `puzzlekv_module`. */
+struct backend_module {
+    const char *version; /* PKV_VERSION; another one may not know this header */
+    const struct backend_ops *ops;
+};
+
+/* The CPU backend, in cpu/, and the CUDA backend, in gpu/, which is in a module of its own. */
 extern const struct backend_ops backend_cpu;
+extern const struct backend_ops backend_cuda;
 
 #endif

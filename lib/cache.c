@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* Opening and closing caches, and their statistics. */
+#include "backends.h"
 #include "cache.h"
 #include "numeric.h"
 #include "structs.h"
@@ -198,9 +199,43 @@ pkv_status cache_open_with(const struct backend_ops *ops, const pkv_config *thei
     return status;
 }
 
-pkv_status pkv_cache_open(const pkv_config *config, pkv_cache **cache, char *message)
+/* Opens a cache on the backend of that name. */
+static pkv_status open_named(const pkv_config *config, const char *name, pkv_cache **cache,
+                             char *text)
 {
-    return cache_open_with(&backend_cpu, config, cache, message);
+    pkv_config named = *config;
+    const struct backend_ops *ops;
+    struct message message = {""};
+    pkv_status status = backends_find(name, &ops, &message);
+
+    named.backend = name;
+    if (status == PKV_OK)
+        return cache_open_with(ops, &named, cache, text);
+    if (cache)
+        *cache = NULL;
+    if (text)
+        snprintf(text, PKV_MESSAGE_BYTES, "%s", message.text);
+    return status;
+}
+
+pkv_status pkv_cache_open(const pkv_config *theirs, pkv_cache **cache, char *message)
+{
+    struct message text;
+    pkv_config config;
+    pkv_status status;
+
+    /* cache_open_with() says what is wrong with it. */
+    if (storage_read_config(theirs, &config, &text) != PKV_OK)
+        return cache_open_with(&backend_cpu, theirs, cache, message);
+    if (config.backend == NULL || strcmp(config.backend, "auto") != 0)
+        return open_named(&config, config.backend, cache, message);
+    status = open_named(&config, "cuda", cache, message);
+    return status == PKV_ERROR_UNSUPPORTED ? open_named(&config, "cpu", cache, message) : status;
+}
+
+const char *pkv_cache_backend(const pkv_cache *cache)
+{
+    return cache->ops->name;
 }
 
 void pkv_cache_close(pkv_cache *cache)

@@ -18,37 +18,37 @@
 #include <stdbool.h>
 
 /* sqrt(s_i) from the sum of squares of row i of R; infinite where s_i exceeds f32. */
-static inline float int4_root(double squares)
+EVERYWHERE float int4_root(double squares)
 {
     return sqrtf((float)sqrt(squares));
 }
 
 /* An element of R~. */
-static inline float int4_balance_right(float x, float root)
+EVERYWHERE float int4_balance_right(float x, float root)
 {
     return root == 0.0f ? 0.0f : x / root;
 }
 
 /* The scale of values of which `largest` is the largest magnitude; infinite where it overflows. */
-static inline uint16_t int4_scale(float largest)
+EVERYWHERE uint16_t int4_scale(float largest)
 {
     return f16_from_f32(largest / 7.0f);
 }
 
 /* The code of x; `scale` is that of int4_scale(), finite. */
-static inline int int4_code(float x, float scale)
+EVERYWHERE int int4_code(float x, float scale)
 {
     float code = scale == 0.0f ? 0.0f : rintf(x / scale);
 
     return code > 7.0f ? 7 : code < -7.0f ? -7 : (int)code;
 }
 
-static inline uint8_t int4_pack(int even, int odd)
+EVERYWHERE uint8_t int4_pack(int even, int odd)
 {
     return (uint8_t)((even & 15) | (odd & 15) << 4);
 }
 
-static inline int int4_unpack(uint8_t codes, bool odd)
+EVERYWHERE int int4_unpack(uint8_t codes, bool odd)
 {
     return (int)((odd ? codes >> 4 : codes & 15) ^ 8) - 8;
 }

@@ -11,6 +11,13 @@
 #include <stdint.h>
 #include <string.h>
 
+/* What stands before a function that is computed wherever a page is: with nvcc on the device too. */
+#ifdef __CUDACC__
+#define EVERYWHERE static inline __host__ __device__
+#else
+#define EVERYWHERE static inline
+#endif
+
 /*
  * Every thread computes between these two in the default floating-point environment, and leaves
  * its own as it was: neither the caller's flush-to-zero or rounding modes nor those that a worker
@@ -27,18 +34,18 @@ static inline void modes_restore(const fenv_t *saved)
     fesetenv(saved);
 }
 
-static inline size_t min_size(size_t a, size_t b)
+EVERYWHERE size_t min_size(size_t a, size_t b)
 {
     return a < b ? a : b;
 }
 
 /* Bytes of one element of a valid type. */
-static inline size_t storage_element_bytes(pkv_dtype dtype)
+EVERYWHERE size_t storage_element_bytes(pkv_dtype dtype)
 {
     return dtype == PKV_F32 ? 4 : 2;
 }
 
-static inline uint32_t f32_bits(float x)
+EVERYWHERE uint32_t f32_bits(float x)
 {
     uint32_t bits;
 
@@ -46,7 +53,7 @@ static inline uint32_t f32_bits(float x)
     return bits;
 }
 
-static inline float f32_from_bits(uint32_t bits)
+EVERYWHERE float f32_from_bits(uint32_t bits)
 {
     float x;
 
@@ -54,12 +61,12 @@ static inline float f32_from_bits(uint32_t bits)
     return x;
 }
 
-static inline float bf16_to_f32(uint16_t h)
+EVERYWHERE float bf16_to_f32(uint16_t h)
 {
     return f32_from_bits((uint32_t)h << 16);
 }
 
-static inline uint16_t bf16_from_f32(float x)
+EVERYWHERE uint16_t bf16_from_f32(float x)
 {
     uint32_t bits = f32_bits(x);
 
@@ -69,7 +76,7 @@ static inline uint16_t bf16_from_f32(float x)
 }
 
 /* Integer arithmetic alone, so that a flush-to-zero mode of the caller changes nothing. */
-static inline float f16_to_f32(uint16_t h)
+EVERYWHERE float f16_to_f32(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t exponent = h >> 10 & 0x1fu;
@@ -90,7 +97,7 @@ static inline float f16_to_f32(uint16_t h)
     return f32_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-static inline uint16_t f16_from_f32(float x)
+EVERYWHERE uint16_t f16_from_f32(float x)
 {
     uint32_t bits = f32_bits(x);
     uint16_t sign = (uint16_t)(bits >> 16 & 0x8000u);

@@ -164,7 +164,9 @@ typedef struct pkv_config {
     size_t max_tokens;      /* required: of all sequences together, and so of each */
     size_t max_step_tokens; /* new tokens of all items of one step; 0 means max_tokens; 0 */
 
-    const char *backend; /* "cpu"; NULL means "cpu"; NULL */
+    /* "cpu", "cuda", or "auto": CUDA where module and device are there, else the CPU; see
+     * pkv_cache_backend(). NULL means "cpu"; NULL */
+    const char *backend;
     /* Instruction set: "generic", or what the machine offers of "avx2", "avx512", "neon". NULL
      * means the environment variable PUZZLEKV_ISA if set, else the widest; NULL. The same input
      * gives the same bits with one instruction set; "avx512" is another one on processors that
@@ -173,7 +175,8 @@ typedef struct pkv_config {
     unsigned threads; /* OpenMP threads of one call, at most 1024; 0 means OpenMP's default; 0 */
 
     /* CUDA: the device's ordinal, and the cudaStream_t that everything is queued on. NULL is a
-     * stream of the cache's own, and then every call waits for what it queued. 0; NULL */
+     * stream of the cache's own, and then every call waits for what it queued, and fails where it
+     * fails on the CPU. 0; NULL */
     int device;
     void *stream;
 
@@ -236,7 +239,11 @@ void pkv_cache_close(pkv_cache *cache);
  * on it. */
 const char *pkv_cache_message(const pkv_cache *cache);
 
-/* The instruction set in use, "generic" for instance; a constant. */
+/* The backend in use, "cpu" or "cuda"; a constant. Operands of its steps are in its memory. */
+const char *pkv_cache_backend(const pkv_cache *cache);
+
+/* The instruction set in use, "generic" for instance, or the device's, as "sm_90"; valid as long as
+ * the cache. */
 const char *pkv_cache_isa(const pkv_cache *cache);
 
 /* ---- Sequences ------------------------------------------------------------------------------- */

@@ -44,14 +44,14 @@
  * it is. Pages of random numbers take less than 2 sweeps a row. That the cap grows with l bounds
  * the rotations of any pages that are swept together: see solver_rotations().
  */
-static inline size_t solver_sweep_cap(size_t l)
+EVERYWHERE size_t solver_sweep_cap(size_t l)
 {
     return 18 + 2 * l;
 }
 
 /* Most rotations of pages of P tokens that are swept together: sweep k is of rows l .. P - 1 for an
  * l whose cap is above k. */
-static inline size_t solver_rotations(size_t length)
+EVERYWHERE size_t solver_rotations(size_t length)
 {
     size_t rotations = 0;
 
@@ -65,7 +65,7 @@ static inline size_t solver_rotations(size_t length)
  * is multiplied by solver_scale_down(e) and, where e is below -126, then by
  * solver_scale_down_more(e); R by solver_scale_up(e) in the end.
  */
-static inline int solver_exponent(float largest)
+EVERYWHERE int solver_exponent(float largest)
 {
     uint32_t bits = f32_bits(largest) & 0x7fffffffu;
     int e = (int)(bits >> 23) - 127;
@@ -79,22 +79,22 @@ static inline int solver_exponent(float largest)
 }
 
 /* 2^e for -149 <= e <= 127. */
-static inline float solver_power(int e)
+EVERYWHERE float solver_power(int e)
 {
     return f32_from_bits(e < -126 ? 1u << (e + 149) : (uint32_t)(e + 127) << 23);
 }
 
-static inline float solver_scale_down(int e)
+EVERYWHERE float solver_scale_down(int e)
 {
     return solver_power(e < -126 ? 126 : -e);
 }
 
-static inline float solver_scale_down_more(int e)
+EVERYWHERE float solver_scale_down_more(int e)
 {
     return solver_power(e < -126 ? -126 - e : 0);
 }
 
-static inline float solver_scale_up(int e)
+EVERYWHERE float solver_scale_up(int e)
 {
     return solver_power(e);
 }

@@ -137,7 +137,7 @@ static void step(pkv_cache *cache, pkv_seq *seq, const struct stream *stream, si
     for (size_t layer = 0; layer < stream->shape->layers; layer++) {
         pkv_step_io io = stream_io(stream, layer, first);
 
-        require_ok(cache, pkv_step_layer(open, layer, &io));
+        require_ok(cache, tests_step_layer(open, layer, &io));
     }
     require_ok(cache, pkv_step_end(open));
 }
@@ -546,7 +546,7 @@ START_TEST(batches_change_nothing)
 
             pkv_step_io all = stream_io(&joined, 0, 0);
 
-            require_ok(cache, pkv_step_layer(open, layer, &all));
+            require_ok(cache, tests_step_layer(open, layer, &all));
             row = 0;
             for (size_t i = 0; i < N; i++) {
                 pkv_step_io io = stream_io(&batch[i], layer, pkv_seq_tokens(seqs[i]));
@@ -713,7 +713,7 @@ START_TEST(types_and_strides)
     memset(untouched, 0x5a, TOKENS * out_token_stride * type_bytes(out_type));
     require_ok(cache, pkv_seq_open(cache, &item.seq));
     require_ok(cache, pkv_step_begin(cache, &item, 1, &open));
-    require_ok(cache, pkv_step_layer(open, 0, &io));
+    require_ok(cache, tests_step_layer(open, 0, &io));
     require_ok(cache, pkv_step_end(open));
     ck_assert_uint_eq(digest(item.seq), expected);
     /* Every byte: the rows as expected, the gaps as before. */
@@ -747,7 +747,7 @@ START_TEST(storing_without_attending)
         io.q = (pkv_input){0};
         io.out = (pkv_output){0};
         io.lse = NULL;
-        require_ok(cache, pkv_step_layer(open, layer, &io));
+        require_ok(cache, tests_step_layer(open, layer, &io));
     }
     require_ok(cache, pkv_step_end(open));
     ck_assert_uint_eq(digest(item.seq), expected);
@@ -919,7 +919,7 @@ static void check_fault(const struct shape *shape, pkv_dtype dtype, const struct
     for (size_t layer = 0; layer < shape->layers && status == PKV_OK; layer++) {
         pkv_step_io io = stream_io(&stream, layer, 11);
 
-        status = pkv_step_layer(open, layer, &io);
+        status = tests_step_layer(open, layer, &io);
     }
     ck_assert_int_eq(status, PKV_ERROR_VALUE);
     ck_assert_str_eq(pkv_cache_message(cache), expected);
@@ -997,18 +997,20 @@ START_TEST(transient_memory)
         pkv_step_io io = {
             .struct_size = sizeof io, .k = {x, PKV_F32, 0, 0}, .v = {x, PKV_F32, 0, 0}};
 
-        require_ok(cache, pkv_step_layer(open, layer, &io));
+        require_ok(cache, tests_step_layer(open, layer, &io));
     }
     require_ok(cache, pkv_step_end(open));
     require_ok(cache, pkv_cache_stats(cache, &stats));
-    ck_assert_uint_gt(stats.transient_peak_bytes, two_layers / 2); /* it counts at all */
+    if (tests_on_cpu()) /* which rounds them all first */
+        ck_assert_uint_gt(stats.transient_peak_bytes, two_layers / 2);
+    ck_assert_uint_gt(stats.transient_peak_bytes, 0); /* it counts at all */
     ck_assert_uint_lt(stats.transient_peak_bytes, two_layers);
     pkv_cache_close(cache);
     free(x);
 }
 END_TEST
 
-int main(void)
+static Suite *make_suite(void)
 {
     Suite *suite = suite_create("attention");
     TCase *test = tcase_create("attention");
@@ -1017,7 +1019,8 @@ int main(void)
     tcase_add_loop_test(test, outputs, 0, 3 * (int)n_isas);
     tcase_add_loop_test(test, outputs_of_int4, 0, 3 * (int)n_isas);
     tcase_add_loop_test(test, fixture, 0, (int)n_isas);
-    tcase_add_test(test, threads_change_nothing);
+    if (tests_on_cpu())
+        tcase_add_test(test, threads_change_nothing);
     tcase_add_loop_test(test, splits_change_no_contents, 0, FORMS);
     tcase_add_loop_test(test, batches_change_nothing, 0, FORMS);
     tcase_add_test(test, decode_continues_prefill);
@@ -1030,5 +1033,10 @@ int main(void)
     tcase_add_loop_test(test, values_that_cannot_be_stored, 0, FORMS);
     tcase_add_test(test, transient_memory);
     suite_add_tcase(suite, test);
-    return tests_run(suite);
+    return suite;
+}
+
+int main(void)
+{
+    return tests_run_on_backends(make_suite);
 }

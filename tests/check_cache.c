@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Opening caches: checked configurations, bytes and slots, memory, names. */
+#include "config.h"
+
 #include "fake_backend.h"
 
 #include "tests.h" /* after message.h: see there */
@@ -222,6 +224,18 @@ START_TEST(unknown_backends)
     ck_assert_int_eq(pkv_cache_open(&config, &cache, message), PKV_ERROR_UNSUPPORTED);
     ck_assert_ptr_null(cache);
     ck_assert_int_eq(strncmp(message, "backend: \"abacus\"", 17), 0);
+    /* No module in that folder. */
+    ck_assert_int_eq(setenv("PUZZLEKV_MODULES", "/nowhere", 1), 0);
+    config.backend = "cuda";
+    ck_assert_int_eq(pkv_cache_open(&config, &cache, message), PKV_ERROR_UNSUPPORTED);
+    ck_assert_ptr_null(cache);
+    ck_assert_msg(strstr(message, "backend: \"cuda\": /nowhere/puzzlekv-cuda.so") == message, "%s",
+                  message);
+    config.backend = "auto";
+    ck_assert_int_eq(pkv_cache_open(&config, &cache, message), PKV_OK);
+    ck_assert_str_eq(message, "");
+    ck_assert_str_eq(pkv_cache_backend(cache), "cpu");
+    pkv_cache_close(cache);
     config.backend = "cpu";
     config.isa = "abacus";
     ck_assert_int_eq(pkv_cache_open(&config, &cache, message), PKV_ERROR_UNSUPPORTED);
@@ -392,7 +406,13 @@ START_TEST(geometry_as_configured)
 }
 END_TEST
 
-static const struct backend_ops *const backends[] = {&backend_fake, &backend_cpu};
+static const struct backend_ops *const backends[] = {
+    &backend_fake,
+    &backend_cpu,
+#ifdef HAVE_CUDA_HOST
+    &backend_cuda,
+#endif
+};
 
 START_TEST(open_without_memory)
 {
@@ -474,7 +494,7 @@ START_TEST(null_handles)
     ck_assert_int_eq(pkv_seq_fork(NULL, &seq), PKV_ERROR_ARGUMENT);
     ck_assert_int_eq(pkv_seq_truncate(NULL, 0), PKV_ERROR_ARGUMENT);
     ck_assert_int_eq(pkv_step_begin(NULL, &item, 1, &step), PKV_ERROR_ARGUMENT);
-    ck_assert_int_eq(pkv_step_layer(NULL, 0, &io), PKV_ERROR_ARGUMENT);
+    ck_assert_int_eq(tests_step_layer(NULL, 0, &io), PKV_ERROR_ARGUMENT);
     ck_assert_int_eq(pkv_step_end(NULL), PKV_ERROR_ARGUMENT);
     ck_assert_int_eq(pkv_seq_page(NULL, 0, &info), PKV_ERROR_ARGUMENT);
     ck_assert_int_eq(pkv_seq_read_page(NULL, 0, 0, 0, NULL, NULL), PKV_ERROR_ARGUMENT);
@@ -540,7 +560,7 @@ START_TEST(footprint_is_what_is_stored)
             ck_assert_uint_eq(stats.raw_bytes, footprint.raw_bytes);
             ck_assert_int_eq(pkv_step_begin(cache, &item, 1, &step), PKV_OK);
             for (size_t layer = 0; layer < config.layers; layer++)
-                ck_assert_int_eq(pkv_step_layer(step, layer, &io), PKV_OK);
+                ck_assert_int_eq(tests_step_layer(step, layer, &io), PKV_OK);
             ck_assert_int_eq(pkv_step_end(step), PKV_OK);
         }
         pkv_cache_close(cache);
@@ -562,7 +582,7 @@ START_TEST(transient_bytes_of_a_prompt)
     ck_assert_int_eq(pkv_seq_open(cache, &seq), PKV_OK);
     ck_assert_int_eq(pkv_step_begin(cache, &(pkv_step_item){seq, 4096}, 1, &step), PKV_OK);
     for (size_t layer = 0; layer < config.layers; layer++)
-        ck_assert_int_eq(pkv_step_layer(step, layer, &io), PKV_OK);
+        ck_assert_int_eq(tests_step_layer(step, layer, &io), PKV_OK);
     ck_assert_uint_eq(stats_of(cache).transient_peak_bytes, 0);
     ck_assert_int_eq(pkv_step_end(step), PKV_OK);
     ck_assert_uint_gt(stats_of(cache).transient_peak_bytes, 0);
@@ -588,7 +608,7 @@ int main(void)
     tcase_add_test(test, slots_of_many_sequences);
     tcase_add_test(test, footprint_arguments);
     tcase_add_test(test, geometry_as_configured);
-    tcase_add_loop_test(test, open_without_memory, 0, 2);
+    tcase_add_loop_test(test, open_without_memory, 0, (int)(sizeof backends / sizeof *backends));
     tcase_add_test(test, structs_of_another_version);
     tcase_add_test(test, null_handles);
     tcase_add_test(test, footprint_is_what_is_stored);

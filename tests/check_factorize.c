@@ -62,7 +62,7 @@ static float *read_parts(struct backend *backend, const struct pages *pages, enu
     struct page page = {0, SLOT_FACTOR};
 
     for (size_t i = 0; i < pages->n; i++) {
-        ck_assert_int_eq(backend_cpu.read(backend, page, 0, i, pages->length, part, stored),
+        ck_assert_int_eq(tests_backend->read(backend, page, 0, i, pages->length, part, stored),
                          PKV_OK);
         widen(pages->dtype, elements, stored, out + i * elements);
     }
@@ -98,7 +98,7 @@ static void read_coded(struct backend *backend, struct pages *pages)
         unsigned char *out = tests_allocate(pages->n, bytes);
 
         for (size_t i = 0; i < pages->n; i++)
-            ck_assert_int_eq(backend_cpu.read(backend, page, 0, i, pages->length,
+            ck_assert_int_eq(tests_backend->read(backend, page, 0, i, pages->length,
                                               (enum page_part)part, out + i * bytes),
                              PKV_OK);
         pages->coded[part - PART_K_LEFT] = out;
@@ -119,7 +119,7 @@ static pkv_status factorize(struct pages *pages)
         .rank_v = &pages->rank_v,
         .factors_k = pages->int4 ? PKV_FACTORS_INT4 : PKV_FACTORS_NATIVE,
         .factors_v = pages->int4 ? PKV_FACTORS_INT4 : PKV_FACTORS_NATIVE,
-        .solver = pages->solver,
+        .solver = tests_on_cpu() ? pages->solver : PKV_SOLVER_BATCHED,
         .dtype = pages->dtype,
         .element_bytes = pages->dtype == PKV_F32 ? 4 : 2,
         .softmax_scale = 1,
@@ -145,9 +145,9 @@ static pkv_status factorize(struct pages *pages)
     io.v.data = v;
     memory_init(&memory, &standard);
     ck_assert_int_eq(
-        backend_cpu.open(&geometry, &capacity, &placement, &memory, &message, &backend), PKV_OK);
-    ck_assert_int_eq(backend_cpu.step_begin(backend, &plan), PKV_OK);
-    status = backend_cpu.step_layer(backend, 0, &io);
+        tests_backend->open(&geometry, &capacity, &placement, &memory, &message, &backend), PKV_OK);
+    ck_assert_int_eq(tests_backend->step_begin(backend, &plan), PKV_OK);
+    status = tests_backend_layer(backend, &geometry, pages->length, 0, &io);
     if (status == PKV_OK && pages->int4) {
         read_coded(backend, pages);
     } else if (status == PKV_OK) {
@@ -158,8 +158,8 @@ static pkv_status factorize(struct pages *pages)
         pages->v_left = read_parts(backend, pages, PART_V_LEFT, length * pages->rank_v);
         pages->v_right = read_parts(backend, pages, PART_V_RIGHT, pages->rank_v * pages->d);
     }
-    backend_cpu.step_close(backend);
-    backend_cpu.close(backend);
+    tests_backend->step_close(backend);
+    tests_backend->close(backend);
     ck_assert_uint_eq(memory.bytes, 0);
     memcpy(pages->message, message.text, sizeof pages->message);
     free(k);
@@ -279,8 +279,14 @@ static double norm_of(const json_t *json, const char *kind, size_t page)
 static const struct {
     pkv_solver solver;
     double limit;
-} solvers[] = {{PKV_SOLVER_LAPACK, 1e-6}, {PKV_SOLVER_BATCHED, 3e-6}};
+} solvers[] = {{PKV_SOLVER_BATCHED, 3e-6}, {PKV_SOLVER_LAPACK, 1e-6}};
 enum { SOLVERS = sizeof solvers / sizeof *solvers };
+
+/* How many of them tests_backend has: the first ones. */
+static int n_solvers(void)
+{
+    return tests_on_cpu() ? SOLVERS : 1;
+}
 
 START_TEST(real_pages)
 {
@@ -535,8 +541,8 @@ START_TEST(rounded_factors)
 }
 END_TEST
 
-/* Threads and batches change no bit, nor does the instruction set: n pages at once, on `threads`.
- */
+/* Threads and batches change no bit, nor does the instruction set or the backend: n pages at once,
+ * on `threads`, against the CPU's plain solver. */
 START_TEST(same_bits)
 {
     enum { MOST = 71, LENGTH = 24, DIM = 32, RANK = 5 };
@@ -544,6 +550,7 @@ START_TEST(same_bits)
         size_t n;
         unsigned threads;
     } ways[] = {{MOST, 1}, {MOST, 2}, {MOST, 5}, {1, 1}, {3, 2}, {17, 1}};
+    const struct backend_ops *tested = tests_backend;
     const char *isas[TESTS_ISAS];
     size_t n_isas = tests_find_isas(isas);
     float *x = tests_allocate(MOST * LENGTH * DIM, sizeof *x);
@@ -562,7 +569,9 @@ START_TEST(same_bits)
     tests_seed(5);
     for (size_t i = 0; i < MOST; i++)
         make_page((enum kind)(i % KINDS), LENGTH, DIM, 1, x + i * LENGTH * DIM);
+    tests_backend = &backend_cpu;
     ck_assert_int_eq(factorize(&all), PKV_OK);
+    tests_backend = tested;
     for (size_t i = 0; i < n_isas; i++) {
         size_t n = ways[_i].n;
         size_t first = MOST - n;
@@ -847,22 +856,27 @@ START_TEST(int4_scales_overflow)
 }
 END_TEST
 
-int main(void)
+static Suite *make_suite(void)
 {
     Suite *suite = suite_create("factorize");
     TCase *test = tcase_create("factorize");
 
-    tcase_add_loop_test(test, real_pages, 0, SOLVERS);
-    tcase_add_loop_test(test, made_up_pages, 0, SOLVERS * KINDS);
-    tcase_add_loop_test(test, largest_pages, 0, SOLVERS);
-    tcase_add_loop_test(test, rounded_factors, 0, SOLVERS);
+    tcase_add_loop_test(test, real_pages, 0, n_solvers());
+    tcase_add_loop_test(test, made_up_pages, 0, n_solvers() * KINDS);
+    tcase_add_loop_test(test, largest_pages, 0, n_solvers());
+    tcase_add_loop_test(test, rounded_factors, 0, n_solvers());
     tcase_add_loop_test(test, same_bits, 0, 6);
-    tcase_add_loop_test(test, modes_of_the_caller, 0, SOLVERS);
+    tcase_add_loop_test(test, modes_of_the_caller, 0, n_solvers());
     tcase_add_test(test, factors_overflow);
     tcase_add_test(test, real_int4_pages);
     tcase_add_loop_test(test, made_up_int4_pages, 0, KINDS);
     tcase_add_test(test, zeros_as_int4);
     tcase_add_test(test, int4_scales_overflow);
     suite_add_tcase(suite, test);
-    return tests_run(suite);
+    return suite;
+}
+
+int main(void)
+{
+    return tests_run_on_backends(make_suite);
 }

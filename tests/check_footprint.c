@@ -71,7 +71,7 @@ static void fill_cache(pkv_factors factors, struct result *result)
 
         ck_assert_int_eq(pkv_step_begin(cache, &item, 1, &step), PKV_OK);
         for (size_t layer = 0; layer < LAYERS; layer++)
-            ck_assert_int_eq(pkv_step_layer(step, layer, &io), PKV_OK);
+            ck_assert_int_eq(tests_step_layer(step, layer, &io), PKV_OK);
         ck_assert_int_eq(pkv_step_end(step), PKV_OK);
     }
     result->grown_bytes = resident_bytes() - before;

@@ -81,7 +81,7 @@ static void step(pkv_seq *seq, pkv_cache *cache, size_t tokens, uint64_t seed, f
         }
         if (out != NULL)
             io.out = (pkv_output){out + layer * tokens * QUERY_HEADS * DIM, PKV_F32, 0, 0};
-        ck_assert_int_eq(pkv_step_layer(open, layer, &io), PKV_OK);
+        ck_assert_int_eq(tests_step_layer(open, layer, &io), PKV_OK);
     }
     ck_assert_int_eq(pkv_step_end(open), PKV_OK);
 }
@@ -1293,7 +1293,7 @@ static void remove_folder(void)
     tests_remove_folder(folder);
 }
 
-int main(void)
+static Suite *make_suite(void)
 {
     Suite *suite = suite_create("session");
     TCase *memory = tcase_create("memory"), *disk = tcase_create("disk");
@@ -1322,5 +1322,10 @@ int main(void)
     tcase_add_test(disk, full_disk);
     tcase_add_test(disk, killed_while_saving);
     suite_add_tcase(suite, disk);
-    return tests_run(suite);
+    return suite;
+}
+
+int main(void)
+{
+    return tests_run_on_backends(make_suite);
 }

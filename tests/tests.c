@@ -1,5 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* What the Check suites share. */
+#include "config.h"
+
+#include "cache.h"
+#include "cuda_host/operands.h"
 #include "tests.h"
 
 #include <dirent.h>
@@ -21,6 +25,85 @@ int tests_run(Suite *suite)
     srunner_free(runner);
     return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }
+
+/* ---- Backends ---- */
+
+static const struct backend_ops *const backends[] = {
+    &backend_cpu,
+#ifdef HAVE_CUDA_HOST
+    &backend_cuda,
+#endif
+};
+
+const struct backend_ops *tests_backend = &backend_cpu;
+
+bool tests_on_cpu(void)
+{
+    return tests_backend == &backend_cpu;
+}
+
+int tests_run_on_backends(Suite *(*make)(void))
+{
+    int status = EXIT_SUCCESS;
+
+    for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
+        tests_backend = backends[i];
+        printf("backend %s\n", tests_backend->name);
+        fflush(stdout);
+        if (tests_run(make()) != EXIT_SUCCESS)
+            status = EXIT_FAILURE;
+    }
+    return status;
+}
+
+#ifdef HAVE_CUDA_HOST
+pkv_status tests_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
+{
+    pkv_step_io on_device;
+    struct operands *operands = NULL;
+    pkv_status status;
+
+    if (step && step->open && io && step->cache->ops == &backend_cuda) {
+        const struct geometry *geometry = &step->cache->geometry;
+
+        operands = operands_upload(io, step->plan.rows, geometry->query_heads, geometry->kv_heads,
+                                   geometry->head_dim, &on_device);
+    }
+    status = pkv_step_layer(step, layer, operands ? &on_device : io);
+    if (operands)
+        operands_download(operands, io);
+    return status;
+}
+
+pkv_status tests_backend_layer(struct backend *backend, const struct geometry *geometry, size_t rows,
+                               size_t layer, const pkv_step_io *io)
+{
+    pkv_step_io on_device;
+    struct operands *operands = NULL;
+    pkv_status status;
+
+    if (tests_backend == &backend_cuda)
+        operands = operands_upload(io, rows, geometry->query_heads, geometry->kv_heads,
+                                   geometry->head_dim, &on_device);
+    status = tests_backend->step_layer(backend, layer, operands ? &on_device : io);
+    if (operands)
+        operands_download(operands, io);
+    return status;
+}
+#else
+pkv_status tests_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
+{
+    return pkv_step_layer(step, layer, io);
+}
+
+pkv_status tests_backend_layer(struct backend *backend, const struct geometry *geometry, size_t rows,
+                               size_t layer, const pkv_step_io *io)
+{
+    (void)geometry;
+    (void)rows;
+    return tests_backend->step_layer(backend, layer, io);
+}
+#endif
 
 void *tests_allocate(size_t count, size_t size)
 {
@@ -209,26 +292,33 @@ pkv_cache *tests_open_cache(const pkv_config *config)
     char message[PKV_MESSAGE_BYTES];
     pkv_cache *cache;
 
-    ck_assert_msg(pkv_cache_open(config, &cache, message) == PKV_OK, "%s", message);
+    ck_assert_msg(cache_open_with(tests_backend, config, &cache, message) == PKV_OK, "%s", message);
     return cache;
 }
 
 size_t tests_find_isas(const char *isas[TESTS_ISAS])
 {
     static const char *const names[TESTS_ISAS] = {"generic", "avx2", "avx512", "neon"};
+    pkv_config config;
+    pkv_cache *cache;
     size_t n = 0;
 
-    for (size_t i = 0; i < TESTS_ISAS; i++) {
-        pkv_config config;
-        pkv_cache *cache;
-
-        pkv_config_init(&config, sizeof config);
-        config.layers = config.query_heads = config.kv_heads = 1;
-        config.head_dim = 64;
-        config.max_tokens = 32;
+    pkv_config_init(&config, sizeof config);
+    config.layers = config.query_heads = config.kv_heads = 1;
+    config.head_dim = 64;
+    config.max_tokens = 32;
+    for (size_t i = 0; i < TESTS_ISAS && tests_on_cpu(); i++) {
         config.isa = names[i];
         if (pkv_cache_open(&config, &cache, NULL) == PKV_OK)
             isas[n++] = names[i];
+        pkv_cache_close(cache);
+    }
+    if (!tests_on_cpu()) {
+        static char isa[16];
+
+        cache = tests_open_cache(&config);
+        snprintf(isa, sizeof isa, "%s", pkv_cache_isa(cache));
+        isas[n++] = isa;
         pkv_cache_close(cache);
     }
     return n;

@@ -23,6 +23,24 @@
 /* Runs the suite and frees it. Returns main()'s exit status. */
 int tests_run(Suite *suite);
 
+/* ---- Backends ---- */
+
+/* The backend that a suite runs on: the CPU's, unless tests_run_on_backends() says otherwise. */
+extern const struct backend_ops *tests_backend;
+bool tests_on_cpu(void);
+
+/* As tests_run(), once on each backend that this build has. */
+int tests_run_on_backends(Suite *(*make)(void));
+
+/* pkv_step_layer() with operands in the host's memory, whatever the cache's backend. */
+pkv_status tests_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io);
+
+/* The same of struct backend_ops. */
+struct backend;
+struct geometry;
+pkv_status tests_backend_layer(struct backend *backend, const struct geometry *geometry, size_t rows,
+                               size_t layer, const pkv_step_io *io);
+
 /* Zeroed; fails the test when memory runs out. */
 void *tests_allocate(size_t count, size_t size);
 
@@ -61,9 +79,10 @@ float tests_random_float(void); /* in -1 .. 1 */
 
 /* ---- Caches ---- */
 
+/* On tests_backend. */
 pkv_cache *tests_open_cache(const pkv_config *config);
 
-/* The instruction sets that both this machine and this build have. Returns how many. */
+/* The instruction sets that tests_backend has on this machine and in this build. Returns how many. */
 #define TESTS_ISAS 4
 size_t tests_find_isas(const char *isas[TESTS_ISAS]);
 

@@ -1,0 +1,356 @@
+/* SPDX-License-Identifier: MIT */
+/* The CUDA backend's operations. */
+#include "attention.h"
+#include "factorize.h"
+#include "store.h"
+
+#include <stdio.h>
+
+/* ---- Calls of the runtime ---- */
+
+pkv_status gpu_check(struct backend *backend, cudaError_t error, const char *what)
+{
+    if (error == cudaSuccess)
+        return PKV_OK;
+    cudaGetLastError(); /* or it would be the next call's */
+    return fail(backend->message,
+                error == cudaErrorMemoryAllocation ? PKV_ERROR_MEMORY : PKV_ERROR_DEVICE,
+                "CUDA device %d: %s: %s", backend->device, what, cudaGetErrorString(error));
+}
+
+pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what, void **pointer)
+{
+    cudaError_t error = cudaMalloc(pointer, bytes ? bytes : 1);
+
+    if (error == cudaSuccess) {
+        memory_hold(backend->memory, bytes);
+        return PKV_OK;
+    }
+    *pointer = NULL;
+    cudaGetLastError();
+    return fail(backend->message,
+                error == cudaErrorMemoryAllocation ? PKV_ERROR_MEMORY : PKV_ERROR_DEVICE,
+                "CUDA device %d: cannot allocate %zu bytes for %s: %s", backend->device, bytes,
+                what, cudaGetErrorString(error));
+}
+
+void gpu_release(struct backend *backend, size_t bytes, void *pointer)
+{
+    if (!pointer)
+        return;
+    cudaFree(pointer);
+    memory_drop(backend->memory, bytes);
+}
+
+pkv_status gpu_allocate_pinned(struct backend *backend, size_t bytes, void **pointer)
+{
+    pkv_status status = gpu_check(backend, cudaMallocHost(pointer, bytes ? bytes : 1),
+                                  "cannot allocate pinned memory");
+
+    if (status == PKV_OK)
+        memory_hold(backend->memory, bytes);
+    else
+        *pointer = NULL;
+    return status;
+}
+
+void gpu_release_pinned(struct backend *backend, size_t bytes, void *pointer)
+{
+    if (!pointer)
+        return;
+    cudaFreeHost(pointer);
+    memory_drop(backend->memory, bytes);
+}
+
+/* Every operation works on the cache's device and leaves the caller's current one as it was. */
+static int enter(const struct backend *backend)
+{
+    int current = 0;
+
+    cudaGetDevice(&current);
+    if (current != backend->device)
+        cudaSetDevice(backend->device);
+    return current;
+}
+
+static void leave(const struct backend *backend, int current)
+{
+    if (current != backend->device)
+        cudaSetDevice(current);
+}
+
+/* ---- Opening ---- */
+
+static void close_here(struct backend *backend)
+{
+    if (backend->stream)
+        cudaStreamSynchronize(backend->stream);
+    attention_close(backend);
+    factorize_close(backend);
+    store_close(backend);
+    if (backend->own_stream)
+        cudaStreamDestroy(backend->stream);
+}
+
+static void close_backend(struct backend *backend)
+{
+    int current = enter(backend);
+
+    close_here(backend);
+    leave(backend, current);
+    memory_release(backend->memory, backend);
+}
+
+static pkv_status check_device(struct backend *backend)
+{
+    struct message *message = backend->message;
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+
+    if (error != cudaSuccess || count == 0) {
+        cudaGetLastError();
+        return fail(message, PKV_ERROR_UNSUPPORTED, "backend: no CUDA device: %s",
+                    error == cudaSuccess ? "none is there" : cudaGetErrorString(error));
+    }
+    if (backend->device < 0 || backend->device >= count)
+        return fail(message, PKV_ERROR_ARGUMENT, "device: %d is not one of the %d CUDA devices",
+                    backend->device, count);
+    return PKV_OK;
+}
+
+static pkv_status open_stream(struct backend *backend, void *stream)
+{
+    int device;
+    pkv_status status;
+
+    if (stream == NULL) {
+        backend->own_stream = true;
+        status = gpu_check(backend,
+                           cudaStreamCreateWithFlags(&backend->stream, cudaStreamNonBlocking),
+                           "cannot create a stream");
+        backend->own_stream = status == PKV_OK;
+        return status;
+    }
+    status = gpu_check(backend, cudaStreamGetDevice((cudaStream_t)stream, &device), "stream");
+    if (status == PKV_OK && device != backend->device)
+        return fail(backend->message, PKV_ERROR_ARGUMENT,
+                    "stream: it is of CUDA device %d, the cache of device %d", device,
+                    backend->device);
+    backend->stream = (cudaStream_t)stream;
+    return status;
+}
+
+static pkv_status open_here(struct backend *backend, const struct placement *placement)
+{
+    struct cudaDeviceProp properties;
+    pkv_status status =
+        gpu_check(backend, cudaGetDeviceProperties(&properties, backend->device), "no properties");
+
+    if (status == PKV_OK) {
+        snprintf(backend->isa, sizeof backend->isa, "sm_%d%d", properties.major, properties.minor);
+        if (placement->isa && strcmp(placement->isa, backend->isa) != 0)
+            return fail(backend->message, PKV_ERROR_UNSUPPORTED,
+                        "isa: \"%.32s\" is not that of CUDA device %d, \"%s\"", placement->isa,
+                        backend->device, backend->isa);
+        status = open_stream(backend, placement->stream);
+    }
+    if (status == PKV_OK)
+        status = store_open(backend);
+    if (status == PKV_OK)
+        status = factorize_open(backend);
+    if (status == PKV_OK)
+        status = attention_open(backend);
+    return status;
+}
+
+static pkv_status open_backend(const struct geometry *geometry, const struct capacity *capacity,
+                               const struct placement *placement, struct memory *memory,
+                               struct message *message, struct backend **opened)
+{
+    struct backend *backend;
+    pkv_status status;
+    int current;
+
+    *opened = NULL;
+    if (geometry->solver != PKV_SOLVER_BATCHED)
+        return fail(message, PKV_ERROR_UNSUPPORTED,
+                    "solver: the CUDA backend has PKV_SOLVER_BATCHED alone");
+    backend = (struct backend *)memory_allocate(memory, 1, sizeof *backend);
+    if (!backend)
+        return fail(message, PKV_ERROR_MEMORY, "cannot allocate the CUDA backend");
+    memset(backend, 0, sizeof *backend);
+    backend->geometry = geometry;
+    backend->capacity = *capacity;
+    backend->memory = memory;
+    backend->message = message;
+    backend->device = placement->device;
+    status = check_device(backend);
+    if (status == PKV_OK) {
+        current = enter(backend);
+        status = open_here(backend, placement);
+        if (status != PKV_OK)
+            close_here(backend);
+        leave(backend, current);
+    }
+    if (status != PKV_OK) {
+        memory_release(memory, backend);
+        return status;
+    }
+    *opened = backend;
+    return PKV_OK;
+}
+
+static const char *isa_name(const struct backend *backend)
+{
+    return backend->isa;
+}
+
+static size_t reserved_bytes(const struct backend *backend)
+{
+    return backend->reserved_bytes;
+}
+
+/* ---- Steps ---- */
+
+static pkv_status step_begin(struct backend *backend, const struct backend_plan *plan)
+{
+    int current = enter(backend);
+    pkv_status status;
+
+    backend->step.plan = *plan;
+    status = store_step_begin(backend);
+    if (status != PKV_OK)
+        memset(&backend->step, 0, sizeof backend->step);
+    leave(backend, current);
+    return status;
+}
+
+/* Waits for `n` layers from `first` on. Returns the first fault. */
+static pkv_status wait_for_layers(struct backend *backend, size_t first, size_t n)
+{
+    const size_t layers = backend->geometry->layers;
+    const size_t bytes = layers * sizeof *backend->faults + sizeof(struct device_report);
+    const struct layer_faults *faults = backend->faults_host;
+    pkv_status status = gpu_check(backend,
+                                  cudaMemcpyAsync(backend->faults_host, backend->faults, bytes,
+                                                  cudaMemcpyDeviceToHost, backend->stream),
+                                  "cannot fetch the report");
+
+    if (status == PKV_OK)
+        status = gpu_check(backend, cudaStreamSynchronize(backend->stream), "the step failed");
+    for (size_t layer = first; layer < first + n && status == PKV_OK; layer++) {
+        if (faults[layer].value != NO_FAULT)
+            status = store_fault(backend, layer, faults[layer].value);
+        else if (faults[layer].factor != NO_FAULT)
+            status = factorize_fault(backend, layer, faults[layer].factor);
+    }
+    return status;
+}
+
+static pkv_status layer_here(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    pkv_status status = PKV_OK;
+
+    if (io->out.data)
+        status = attention_run(backend, layer, io);
+    if (status == PKV_OK)
+        status = store_run(backend, layer, io);
+    if (status == PKV_OK)
+        status = factorize_run(backend, layer, io);
+    /* Nobody but the cache can wait for a stream of its own. */
+    if (status == PKV_OK && backend->own_stream)
+        status = wait_for_layers(backend, layer, 1);
+    return status;
+}
+
+static pkv_status step_layer(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    int current = enter(backend);
+    pkv_status status = layer_here(backend, layer, io);
+
+    leave(backend, current);
+    return status;
+}
+
+static pkv_status report_here(struct backend *backend, struct step_report *report)
+{
+    const size_t layers = backend->geometry->layers;
+    pkv_status status = wait_for_layers(backend, 0, layers);
+
+    if (status != PKV_OK)
+        return status;
+    report->factorize_seconds = factorize_seconds(backend);
+    report->capped_pages =
+        ((const struct device_report *)(const void *)(backend->faults_host + layers))->capped_pages;
+    return PKV_OK;
+}
+
+static pkv_status step_end(struct backend *backend, struct step_report *report)
+{
+    int current = enter(backend);
+    pkv_status status = report_here(backend, report);
+
+    leave(backend, current);
+    return status;
+}
+
+/* After an abort the queue may still read the caller's rows and the plan. */
+static void step_close(struct backend *backend)
+{
+    int current = enter(backend);
+
+    cudaStreamSynchronize(backend->stream);
+    leave(backend, current);
+    memset(&backend->step, 0, sizeof backend->step);
+}
+
+/* ---- Pages ---- */
+
+static pkv_status rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
+{
+    int current = enter(backend);
+    pkv_status status = store_rebuild(backend, factor_slot, dense_slot);
+
+    leave(backend, current);
+    return status;
+}
+
+static pkv_status read_part(struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                            size_t tokens, enum page_part part, void *out)
+{
+    int current = enter(backend);
+    pkv_status status = store_read(backend, page, layer, kv_head, tokens, part, out);
+
+    leave(backend, current);
+    return status;
+}
+
+static pkv_status write_part(struct backend *backend, struct page page, size_t layer,
+                             size_t kv_head, size_t tokens, enum page_part part, const void *in)
+{
+    int current = enter(backend);
+    pkv_status status = store_write(backend, page, layer, kv_head, tokens, part, in);
+
+    leave(backend, current);
+    return status;
+}
+
+extern "C" const struct backend_ops backend_cuda = {
+    .name = BACKEND_NAME,
+    .open = open_backend,
+    .close = close_backend,
+    .isa = isa_name,
+    .reserved_bytes = reserved_bytes,
+    .step_begin = step_begin,
+    .step_layer = step_layer,
+    .step_end = step_end,
+    .step_close = step_close,
+    .rebuild = rebuild,
+    .read = read_part,
+    .write = write_part,
+};
+
+/* Declared first, or C++ would keep it to itself. */
+extern "C" MODULE_EXPORT const struct backend_module puzzlekv_module;
+extern "C" const struct backend_module puzzlekv_module = {.version = PKV_VERSION,
+                                                          .ops = &backend_cuda};

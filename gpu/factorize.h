@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: MIT */
+/* Pages to factors. */
+#ifndef PUZZLEKV_GPU_FACTORIZE_H
+#define PUZZLEKV_GPU_FACTORIZE_H
+
+#include "gpu.h"
+
+/* Reserves scratch, or sets the message. factorize_close takes it back, also after a failure. */
+pkv_status factorize_open(struct backend *backend);
+void factorize_close(struct backend *backend);
+
+/* Queues the factor jobs of a layer. */
+pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_io *io);
+
+/* The message of a layer's factor fault. */
+pkv_status factorize_fault(struct backend *backend, size_t layer, unsigned long long fault);
+
+/* Once the step's work is done: the wall seconds of it. */
+double factorize_seconds(const struct backend *backend);
+
+#endif

@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: MIT */
+/* What the files of the CUDA backend share. */
+#ifndef PUZZLEKV_GPU_GPU_H
+#define PUZZLEKV_GPU_GPU_H
+
+/* Before what is in C below. */
+#include "device.h"
+
+#include <fenv.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+extern "C" {
+#include "backend.h"
+#include "int4.h"
+#include "numeric.h"
+}
+
+/* What is seen of the module. */
+#define MODULE_EXPORT __attribute__((visibility("default")))
+
+/* Threads of a block where nothing else decides. */
+#define BLOCK_THREADS 128
+
+/* New tokens, counted from an item's first, that are attended like a page. */
+#define BLOCK_TOKENS 32
+
+/* Largest d and P of puzzlekv.h. */
+#define MAX_HEAD_DIM    1024
+#define MAX_PAGE_TOKENS 256
+
+/* Of one part of a factor page. */
+struct part_place {
+    size_t offset;
+    unsigned rows, columns;
+    bool coded, row_scales; /* as in parts.h */
+};
+
+/* A layer as kernels see it; a parameter of theirs. Slots lie one after the other, in each of them
+ * its KV heads: a dense page K [P, d], V [P, d]; a factor page its parts in the order of parts.h. */
+struct layer_view {
+    unsigned char *dense;
+    unsigned char *factor;
+    size_t dense_bytes; /* of one page and head */
+    size_t factor_bytes;
+    struct part_place parts[4]; /* from PART_K_LEFT on */
+    unsigned length;            /* P */
+    unsigned d;
+    unsigned kv_heads;
+    unsigned query_heads;
+    unsigned rank_k, rank_v;
+    pkv_dtype dtype;
+    pkv_factors factors_k, factors_v;
+    float softmax_scale;
+};
+
+/* The plan of a step, in the device's memory. */
+struct device_item {
+    uint64_t tokens;
+    uint64_t new_tokens;
+    uint64_t first_row;
+    uint64_t first_page; /* in the tables */
+};
+
+struct device_job {
+    uint64_t first_row; /* of the step's rows: the first of the new tokens */
+    uint32_t from_slot;
+    uint32_t to_slot;
+    uint32_t cached_tokens;
+    uint32_t new_tokens;
+};
+
+struct plan_view {
+    const struct device_item *items;
+    const struct page *tables;
+    const struct device_job *dense_jobs;
+    const struct device_job *factor_jobs;
+    size_t n_items, n_dense, n_factor, rows;
+};
+
+/* Where a layer was at fault first: see store.cu and factorize.cu. NO_FAULT: nowhere. */
+#define NO_FAULT UINT64_MAX
+struct layer_faults {
+    unsigned long long value;
+    unsigned long long factor;
+};
+
+/* What kernels report of a step. */
+struct device_report {
+    unsigned long long capped_pages;
+};
+
+/* Which fields are set is each file's own; all of it is zero between steps. */
+struct gpu_step {
+    struct backend_plan plan;
+    struct plan_view view;
+    size_t jobs_of_item; /* unused entries are none */
+    bool factorized;     /* events were recorded */
+};
+
+struct backend {
+    const struct geometry *geometry;
+    struct capacity capacity;
+    struct memory *memory;
+    struct message *message;
+    int device;
+    cudaStream_t stream;
+    bool own_stream;
+    char isa[16];
+
+    unsigned char *dense; /* [layer][slot][KV head] */
+    unsigned char *factor;
+    size_t *factor_offset; /* [layers]: bytes from `factor` */
+    size_t reserved_bytes;
+
+    /* The plan: as built, and on the device. */
+    unsigned char *plan_host;
+    unsigned char *plan_device;
+    size_t plan_bytes;
+
+    struct layer_faults *faults; /* [layers], on the device; then struct device_report */
+    struct layer_faults *faults_host;
+
+    float *factorize_scratch; /* [factorize_problems] */
+    size_t factorize_problems;
+    float *states; /* of attention that is split over runs */
+    size_t states_bytes;
+    unsigned char *part_host; /* one part of a page, to be copied */
+
+    cudaEvent_t *events; /* [layers][2]: begin and end of factorizing */
+
+    struct gpu_step step;
+};
+
+/* ---- Calls of the runtime ---- */
+
+/* PKV_OK, or the message of what failed. */
+pkv_status gpu_check(struct backend *backend, cudaError_t error, const char *what);
+
+/* Of the last launches. */
+static inline pkv_status gpu_check_launch(struct backend *backend, const char *what)
+{
+    return gpu_check(backend, cudaGetLastError(), what);
+}
+
+/* Counted memory of the device and pinned memory of the host; `bytes` 0 counts as 1. On failure
+ * NULL and the message. */
+pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what, void **pointer);
+void gpu_release(struct backend *backend, size_t bytes, void *pointer);
+pkv_status gpu_allocate_pinned(struct backend *backend, size_t bytes, void **pointer);
+void gpu_release_pinned(struct backend *backend, size_t bytes, void *pointer);
+
+/* ---- Elements ---- */
+
+__device__ static inline float load_element(pkv_dtype dtype, const void *data, size_t i)
+{
+    switch (dtype) {
+    case PKV_F16:
+        return f16_to_f32(((const uint16_t *)data)[i]);
+    case PKV_BF16:
+        return bf16_to_f32(((const uint16_t *)data)[i]);
+    default:
+        return ((const float *)data)[i];
+    }
+}
+
+/* Returns the element as rounded. */
+__device__ static inline float store_element(pkv_dtype dtype, void *data, size_t i, float x)
+{
+    uint16_t half;
+
+    switch (dtype) {
+    case PKV_F16:
+        half = ((uint16_t *)data)[i] = f16_from_f32(x);
+        return f16_to_f32(half);
+    case PKV_BF16:
+        half = ((uint16_t *)data)[i] = bf16_from_f32(x);
+        return bf16_to_f32(half);
+    default:
+        return ((float *)data)[i] = x;
+    }
+}
+
+__device__ static inline float rounded_element(pkv_dtype dtype, float x)
+{
+    return dtype == PKV_F16    ? f16_to_f32(f16_from_f32(x))
+           : dtype == PKV_BF16 ? bf16_to_f32(bf16_from_f32(x))
+                               : x;
+}
+
+__device__ static inline bool is_finite(float x)
+{
+    return (f32_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
+/* Element i of a head of one of the step's rows, as it is. */
+__device__ static inline float input_element(const pkv_input *input, size_t row, unsigned head,
+                                             unsigned i)
+{
+    return load_element(input->dtype, input->data,
+                        row * input->token_stride + head * input->head_stride + i);
+}
+
+/* ---- Pages ---- */
+
+__device__ static inline unsigned char *dense_page(const struct layer_view *layer, uint32_t slot,
+                                                   unsigned head)
+{
+    return layer->dense + ((size_t)slot * layer->kv_heads + head) * layer->dense_bytes;
+}
+
+__device__ static inline unsigned char *factor_page(const struct layer_view *layer, uint32_t slot,
+                                                    unsigned head)
+{
+    return layer->factor + ((size_t)slot * layer->kv_heads + head) * layer->factor_bytes;
+}
+
+/* Where element [row, column] of a part lies in it. The one place that knows the order. */
+EVERYWHERE size_t part_index(const struct part_place *part, unsigned row, unsigned column)
+{
+    return (size_t)row * part->columns + column;
+}
+
+/* Element [t, i] of K or V of a dense page. */
+__device__ static inline size_t dense_index(const struct layer_view *layer, bool is_key, unsigned t,
+                                            unsigned i)
+{
+    return ((is_key ? 0 : (size_t)layer->length) + t) * layer->d + i;
+}
+
+/* The same of a factor page, in f32: a code times its scale is exact. */
+__device__ static inline float part_element(const struct layer_view *layer,
+                                            const struct part_place *part,
+                                            const unsigned char *page, unsigned row,
+                                            unsigned column)
+{
+    const unsigned char *data = page + part->offset;
+    const size_t i = part_index(part, row, column);
+
+    if (part->coded) {
+        const uint16_t *scales =
+            (const uint16_t *)(const void *)(data + (size_t)part->rows * part->columns / 2);
+
+        return (float)int4_unpack(data[i / 2], i % 2) *
+               f16_to_f32(scales[part->row_scales ? row : column]);
+    }
+    return load_element(layer->dtype, data, i);
+}
+
+/* The largest finite value that the storage type holds. */
+__device__ static inline float largest_element(pkv_dtype dtype)
+{
+    return dtype == PKV_F16 ? 65504.0f : dtype == PKV_BF16 ? 0x1.fep+127f : 0x1.fffffep+127f;
+}
+
+static inline size_t gpu_group(const struct geometry *geometry)
+{
+    return geometry->query_heads / geometry->kv_heads;
+}
+
+#endif

@@ -1,0 +1,541 @@
+/* SPDX-License-Identifier: MIT */
+/* Pools, the plan of a step on the device, and everything that moves K and V. */
+#include "store.h"
+
+#include <stdio.h>
+
+/* Pages of factors begin on the memory's own lines. */
+#define PAGE_ALIGNMENT 128
+
+/* Blocks of a launch at most; each goes on until nothing is left. */
+#define MAX_BLOCKS ((size_t)1 << 20)
+
+static unsigned blocks_of(size_t n)
+{
+    return (unsigned)(n < MAX_BLOCKS ? n : MAX_BLOCKS);
+}
+
+/* ---- Pools ---- */
+
+static size_t dense_page_bytes(const struct geometry *geometry)
+{
+    return 2 * geometry->policy.page_tokens * geometry->head_dim * geometry->element_bytes;
+}
+
+static struct part_form form_of(const struct geometry *geometry, size_t layer, enum page_part part)
+{
+    const bool is_key = part == PART_K_LEFT || part == PART_K_RIGHT;
+
+    return parts_form(part, is_key ? geometry->factors_k : geometry->factors_v,
+                      geometry->policy.page_tokens, geometry->head_dim,
+                      is_key ? geometry->rank_k[layer] : geometry->rank_v[layer]);
+}
+
+/* Fills `parts`, where it is not NULL. Returns the bytes of a page of one head. */
+static size_t divide_factor_page(const struct geometry *geometry, size_t layer,
+                                 struct part_place *parts)
+{
+    size_t bytes = 0;
+
+    for (int i = PART_K_LEFT; i <= PART_V_RIGHT; i++) {
+        struct part_form form = form_of(geometry, layer, (enum page_part)i);
+
+        if (parts) {
+            struct part_place *part = &parts[i - PART_K_LEFT];
+
+            part->offset = bytes;
+            part->rows = (unsigned)form.rows;
+            part->columns = (unsigned)form.columns;
+            part->coded = form.coded;
+            part->row_scales = form.row_scales;
+        }
+        bytes += parts_bytes(&form, geometry->element_bytes);
+    }
+    return (bytes + PAGE_ALIGNMENT - 1) / PAGE_ALIGNMENT * PAGE_ALIGNMENT;
+}
+
+/* *total += heads * slots * page_bytes; false when that wraps. */
+static bool add_pages(size_t *total, size_t heads, size_t slots, size_t page_bytes)
+{
+    size_t bytes;
+
+    return !__builtin_mul_overflow(heads, slots, &bytes) &&
+           !__builtin_mul_overflow(bytes, page_bytes, &bytes) &&
+           !__builtin_add_overflow(*total, bytes, total);
+}
+
+/* Bytes of both pools; sets the factor layers' offsets. False when they wrap. */
+static bool size_pools(struct backend *backend, size_t *dense, size_t *factor)
+{
+    const struct geometry *geometry = backend->geometry;
+    bool fits = true;
+
+    *dense = *factor = 0;
+    for (size_t layer = 0; layer < geometry->layers; layer++) {
+        backend->factor_offset[layer] = *factor;
+        fits = fits && add_pages(dense, geometry->kv_heads, backend->capacity.dense_slots,
+                                 dense_page_bytes(geometry));
+        if (backend->capacity.factor_slots > 0)
+            fits = fits && add_pages(factor, geometry->kv_heads, backend->capacity.factor_slots,
+                                     divide_factor_page(geometry, layer, NULL));
+    }
+    return fits && *dense <= SIZE_MAX / 2 && *factor <= SIZE_MAX / 2;
+}
+
+static size_t largest_part_bytes(const struct geometry *geometry)
+{
+    size_t most = dense_page_bytes(geometry) / 2;
+
+    for (size_t layer = 0; layer < geometry->layers; layer++) {
+        for (int i = PART_K_LEFT; i <= PART_V_RIGHT; i++) {
+            struct part_form form = form_of(geometry, layer, (enum page_part)i);
+            size_t bytes = parts_bytes(&form, geometry->element_bytes);
+
+            most = bytes > most ? bytes : most;
+        }
+    }
+    return most;
+}
+
+static size_t faults_bytes(const struct geometry *geometry)
+{
+    return geometry->layers * sizeof(struct layer_faults) + sizeof(struct device_report);
+}
+
+pkv_status store_open(struct backend *backend)
+{
+    const struct geometry *geometry = backend->geometry;
+    size_t dense, factor;
+    pkv_status status;
+
+    backend->factor_offset = (size_t *)memory_allocate(backend->memory, geometry->layers,
+                                                       sizeof *backend->factor_offset);
+    if (!backend->factor_offset)
+        return fail(backend->message, PKV_ERROR_MEMORY, "cannot allocate the table of %zu layers",
+                    geometry->layers);
+    if (!size_pools(backend, &dense, &factor))
+        return fail(backend->message, PKV_ERROR_MEMORY,
+                    "%zu dense and %zu factor page slots are more than memory can hold",
+                    backend->capacity.dense_slots, backend->capacity.factor_slots);
+    status = gpu_allocate(backend, dense, "dense page slots", (void **)&backend->dense);
+    if (status == PKV_OK && factor > 0)
+        status = gpu_allocate(backend, factor, "factor page slots", (void **)&backend->factor);
+    backend->reserved_bytes = dense + factor;
+    if (status == PKV_OK)
+        status = gpu_allocate(backend, faults_bytes(geometry), "a step's report",
+                              (void **)&backend->faults);
+    if (status == PKV_OK)
+        status = gpu_allocate_pinned(backend, faults_bytes(geometry),
+                                     (void **)&backend->faults_host);
+    if (status == PKV_OK)
+        status = gpu_allocate_pinned(backend, largest_part_bytes(geometry),
+                                     (void **)&backend->part_host);
+    return status;
+}
+
+void store_close(struct backend *backend)
+{
+    const struct geometry *geometry = backend->geometry;
+    size_t dense = 0, factor = 0;
+
+    if (backend->factor_offset)
+        size_pools(backend, &dense, &factor);
+    gpu_release_pinned(backend, largest_part_bytes(geometry), backend->part_host);
+    gpu_release_pinned(backend, faults_bytes(geometry), backend->faults_host);
+    gpu_release(backend, faults_bytes(geometry), backend->faults);
+    gpu_release_pinned(backend, backend->plan_bytes, backend->plan_host);
+    gpu_release(backend, backend->plan_bytes, backend->plan_device);
+    gpu_release(backend, factor, backend->factor);
+    gpu_release(backend, dense, backend->dense);
+    memory_release(backend->memory, backend->factor_offset);
+}
+
+struct layer_view store_layer(const struct backend *backend, size_t layer)
+{
+    const struct geometry *geometry = backend->geometry;
+    struct layer_view view = {};
+
+    view.dense_bytes = dense_page_bytes(geometry);
+    view.dense = backend->dense + layer * backend->capacity.dense_slots * geometry->kv_heads *
+                                      view.dense_bytes;
+    if (backend->factor) {
+        view.factor_bytes = divide_factor_page(geometry, layer, view.parts);
+        view.factor = backend->factor + backend->factor_offset[layer];
+    }
+    view.length = (unsigned)geometry->policy.page_tokens;
+    view.d = (unsigned)geometry->head_dim;
+    view.kv_heads = (unsigned)geometry->kv_heads;
+    view.query_heads = (unsigned)geometry->query_heads;
+    view.rank_k = (unsigned)geometry->rank_k[layer];
+    view.rank_v = (unsigned)geometry->rank_v[layer];
+    view.dtype = geometry->dtype;
+    view.factors_k = geometry->factors_k;
+    view.factors_v = geometry->factors_v;
+    view.softmax_scale = geometry->softmax_scale;
+    return view;
+}
+
+/* ---- The plan ---- */
+
+/* What of the plan lies where in its memory. */
+struct plan_layout {
+    size_t items, tables, dense_jobs, factor_jobs, bytes;
+    size_t n_pages, n_dense, n_factor;
+};
+
+static size_t take(size_t *bytes, size_t n, size_t size)
+{
+    size_t at = *bytes;
+
+    *bytes += (n * size + 15) / 16 * 16;
+    return at;
+}
+
+static struct plan_layout lay_out_plan(const struct backend *backend)
+{
+    const struct backend_plan *plan = &backend->step.plan;
+    struct plan_layout layout = {};
+
+    for (size_t i = 0; i < plan->n_items; i++) {
+        layout.n_pages += pages_count(&backend->geometry->policy, plan->items[i].tokens);
+        for (size_t j = 0; j < plan->items[i].n_changes; j++) {
+            if (plan->items[i].changes[j].to.kind == SLOT_FACTOR)
+                layout.n_factor++;
+            else
+                layout.n_dense++;
+        }
+    }
+    layout.items = take(&layout.bytes, plan->n_items, sizeof(struct device_item));
+    layout.tables = take(&layout.bytes, layout.n_pages, sizeof(struct page));
+    layout.dense_jobs = take(&layout.bytes, layout.n_dense, sizeof(struct device_job));
+    layout.factor_jobs = take(&layout.bytes, layout.n_factor, sizeof(struct device_job));
+    return layout;
+}
+
+static void write_plan(const struct backend *backend, const struct plan_layout *layout)
+{
+    const struct backend_plan *plan = &backend->step.plan;
+    unsigned char *to = backend->plan_host;
+    struct device_item *items = (struct device_item *)(void *)(to + layout->items);
+    struct page *tables = (struct page *)(void *)(to + layout->tables);
+    struct device_job *dense = (struct device_job *)(void *)(to + layout->dense_jobs);
+    struct device_job *factor = (struct device_job *)(void *)(to + layout->factor_jobs);
+    size_t first_page = 0;
+
+    for (size_t i = 0; i < plan->n_items; i++) {
+        const struct backend_item *item = &plan->items[i];
+        const size_t pages = pages_count(&backend->geometry->policy, item->tokens);
+
+        items[i].tokens = item->tokens;
+        items[i].new_tokens = item->new_tokens;
+        items[i].first_row = item->first_row;
+        items[i].first_page = first_page;
+        memcpy(tables + first_page, item->table, pages * sizeof *tables);
+        first_page += pages;
+        for (size_t j = 0; j < item->n_changes; j++) {
+            const struct page_change *change = &item->changes[j];
+            struct device_job *job = change->to.kind == SLOT_FACTOR ? factor++ : dense++;
+
+            job->first_row = item->first_row + change->first_new;
+            job->from_slot = change->from.slot;
+            job->to_slot = change->to.slot;
+            job->cached_tokens = (uint32_t)change->cached_tokens;
+            job->new_tokens = (uint32_t)change->new_tokens;
+        }
+    }
+}
+
+/* Room for twice as much as is needed, so that growing stays rare. */
+static pkv_status reserve_plan(struct backend *backend, size_t bytes)
+{
+    pkv_status status;
+
+    if (bytes <= backend->plan_bytes)
+        return PKV_OK;
+    gpu_release_pinned(backend, backend->plan_bytes, backend->plan_host);
+    gpu_release(backend, backend->plan_bytes, backend->plan_device);
+    backend->plan_host = backend->plan_device = NULL;
+    backend->plan_bytes = 2 * bytes;
+    status = gpu_allocate(backend, backend->plan_bytes, "a step's plan",
+                          (void **)&backend->plan_device);
+    if (status == PKV_OK)
+        status = gpu_allocate_pinned(backend, backend->plan_bytes, (void **)&backend->plan_host);
+    if (status != PKV_OK) {
+        gpu_release(backend, backend->plan_bytes, backend->plan_device);
+        backend->plan_device = NULL;
+        backend->plan_bytes = 0;
+    }
+    return status;
+}
+
+/* Nothing of the last step is under way any more: its end, or its abort, has waited. */
+pkv_status store_step_begin(struct backend *backend)
+{
+    const struct plan_layout layout = lay_out_plan(backend);
+    const size_t layers_bytes = backend->geometry->layers * sizeof *backend->faults;
+    struct plan_view *view = &backend->step.view;
+    pkv_status status = reserve_plan(backend, layout.bytes);
+
+    if (status != PKV_OK)
+        return status;
+    write_plan(backend, &layout);
+    view->items = (const struct device_item *)(void *)(backend->plan_device + layout.items);
+    view->tables = (const struct page *)(void *)(backend->plan_device + layout.tables);
+    view->dense_jobs = (const struct device_job *)(void *)(backend->plan_device + layout.dense_jobs);
+    view->factor_jobs =
+        (const struct device_job *)(void *)(backend->plan_device + layout.factor_jobs);
+    view->n_items = backend->step.plan.n_items;
+    view->n_dense = layout.n_dense;
+    view->n_factor = layout.n_factor;
+    view->rows = backend->step.plan.rows;
+    status = gpu_check(backend,
+                       cudaMemcpyAsync(backend->plan_device, backend->plan_host, layout.bytes,
+                                       cudaMemcpyHostToDevice, backend->stream),
+                       "cannot upload the plan");
+    if (status == PKV_OK)
+        status = gpu_check(
+            backend, cudaMemsetAsync(backend->faults, 0xff, layers_bytes, backend->stream),
+            "cannot clear the report");
+    if (status == PKV_OK)
+        status = gpu_check(backend,
+                           cudaMemsetAsync(backend->faults + backend->geometry->layers, 0,
+                                           sizeof(struct device_report), backend->stream),
+                           "cannot clear the report");
+    return status;
+}
+
+/* ---- Rounding ---- */
+
+/* The item that a row of the step belongs to. */
+__device__ static const struct device_item *item_of(const struct plan_view *plan, size_t row)
+{
+    size_t low = 0;
+    size_t high = plan->n_items;
+
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+
+        if (plan->items[middle].first_row <= row)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &plan->items[low];
+}
+
+/*
+ * A fault as a number that is the smaller the earlier it is reported: in item, page, head, K before
+ * V, token order. Rows of a page are counted from its first new one, which stands for item and page.
+ */
+#define FAULT_TOKENS (2 * (unsigned long long)MAX_PAGE_TOKENS)
+
+__device__ static unsigned long long fault_number(const struct plan_view *plan, unsigned length,
+                                                  unsigned heads, size_t row, unsigned head,
+                                                  bool is_key, bool overflows)
+{
+    const struct device_item *item = item_of(plan, row);
+    const size_t since = row - item->first_row;
+    const size_t in_page = (item->tokens + since) % length;
+    const size_t t = in_page < since ? in_page : since;
+
+    return (((row - t) * heads + head) * 2 + !is_key) * FAULT_TOKENS + 2 * t + overflows;
+}
+
+/* One block a row and head. */
+__global__ static void check_rows(struct layer_view layer, struct plan_view plan, pkv_input k,
+                                  pkv_input v, struct layer_faults *faults)
+{
+    const size_t n = plan.rows * layer.kv_heads;
+
+    for (size_t number = blockIdx.x; number < n; number += gridDim.x) {
+        const size_t row = number / layer.kv_heads;
+        const unsigned head = (unsigned)(number % layer.kv_heads);
+
+        for (unsigned i = threadIdx.x; i < 2 * layer.d; i += blockDim.x) {
+            const bool is_key = i < layer.d;
+            const float x =
+                input_element(is_key ? &k : &v, row, head, is_key ? i : i - layer.d);
+
+            if (!is_finite(rounded_element(layer.dtype, x)))
+                atomicMin(&faults->value,
+                          fault_number(&plan, layer.length, layer.kv_heads, row, head, is_key,
+                                       is_finite(x)));
+        }
+    }
+}
+
+static const char *type_name(pkv_dtype dtype)
+{
+    static const char *const names[] = {"f32", "f16", "bf16"};
+
+    return names[dtype];
+}
+
+/* The kernel tells of an element alone; a row that has a value that is not finite and another that
+ * overflows is told by its first. */
+pkv_status store_fault(struct backend *backend, size_t layer, unsigned long long fault)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct backend_plan *plan = &backend->step.plan;
+    const bool overflows = fault % 2;
+    const size_t t = (size_t)(fault % FAULT_TOKENS / 2);
+    const bool is_key = fault / FAULT_TOKENS % 2 == 0;
+    const size_t head = (size_t)(fault / FAULT_TOKENS / 2 % geometry->kv_heads);
+    const size_t row = (size_t)(fault / FAULT_TOKENS / 2 / geometry->kv_heads) + t;
+    char which[48] = "";
+    char what[32] = "is not finite";
+    size_t i = 0;
+    size_t token;
+
+    while (i + 1 < plan->n_items && plan->items[i + 1].first_row <= row)
+        i++;
+    token = plan->items[i].tokens + row - plan->items[i].first_row;
+    if (overflows)
+        snprintf(what, sizeof what, "overflows %s", type_name(geometry->dtype));
+    if (plan->n_items > 1)
+        snprintf(which, sizeof which, "item %zu, ", i);
+    return fail(backend->message, PKV_ERROR_VALUE,
+                "%slayer %zu, KV head %zu, page %zu (token %zu): %s %s", which, layer, head,
+                token / geometry->policy.page_tokens, token, is_key ? "K" : "V", what);
+}
+
+/* ---- Dense pages ---- */
+
+/* One block a job and head: the cached rows, where the page is copied, then the new ones. */
+__global__ static void append_rows(struct layer_view layer, struct plan_view plan, pkv_input k,
+                                   pkv_input v)
+{
+    const size_t n = plan.n_dense * layer.kv_heads;
+
+    for (size_t number = blockIdx.x; number < n; number += gridDim.x) {
+        const struct device_job *job = &plan.dense_jobs[number / layer.kv_heads];
+        const unsigned head = (unsigned)(number % layer.kv_heads);
+        unsigned char *to = dense_page(&layer, job->to_slot, head);
+
+        for (int part = 0; part < 2; part++) {
+            const bool is_key = part == 0;
+
+            if (job->cached_tokens > 0 && job->from_slot != job->to_slot) {
+                const unsigned char *from = dense_page(&layer, job->from_slot, head);
+
+                for (unsigned i = threadIdx.x; i < job->cached_tokens * layer.d; i += blockDim.x) {
+                    const size_t at = dense_index(&layer, is_key, i / layer.d, i % layer.d);
+
+                    store_element(layer.dtype, to, at, load_element(layer.dtype, from, at));
+                }
+            }
+            for (unsigned i = threadIdx.x; i < job->new_tokens * layer.d; i += blockDim.x)
+                store_element(
+                    layer.dtype, to,
+                    dense_index(&layer, is_key, job->cached_tokens + i / layer.d, i % layer.d),
+                    input_element(is_key ? &k : &v, job->first_row + i / layer.d, head,
+                                  i % layer.d));
+        }
+    }
+}
+
+pkv_status store_run(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    const struct layer_view view = store_layer(backend, layer);
+    const struct plan_view *plan = &backend->step.view;
+
+    PKV_LAUNCH(check_rows, blocks_of(plan->rows * view.kv_heads), BLOCK_THREADS, 0,
+               backend->stream, view, *plan, io->k, io->v, backend->faults + layer);
+    if (plan->n_dense > 0)
+        PKV_LAUNCH(append_rows, blocks_of(plan->n_dense * view.kv_heads), BLOCK_THREADS, 0,
+                   backend->stream, view, *plan, io->k, io->v);
+    return gpu_check_launch(backend, "cannot store K and V");
+}
+
+/* ---- Reading back, and in ---- */
+
+/* The product of two parts in f32, each sum ascending in steps that are rounded one by one, as the
+ * CPU does; then rounded, and kept in range, as the page itself was. One block a head. */
+__global__ static void rebuild_page(struct layer_view layer, uint32_t factor_slot,
+                                    uint32_t dense_slot)
+{
+    const unsigned head = blockIdx.x;
+    const unsigned char *from = factor_page(&layer, factor_slot, head);
+    unsigned char *to = dense_page(&layer, dense_slot, head);
+    const float limit = largest_element(layer.dtype);
+
+    for (unsigned i = threadIdx.x; i < 2 * layer.length * layer.d; i += blockDim.x) {
+        const bool is_key = i < layer.length * layer.d;
+        const unsigned t = i / layer.d % layer.length;
+        const struct part_place *left = &layer.parts[is_key ? 0 : 2];
+        float sum = 0.0f;
+
+        for (unsigned p = 0; p < left->columns; p++)
+            sum = __fadd_rn(sum, __fmul_rn(part_element(&layer, left, from, t, p),
+                                           part_element(&layer, left + 1, from, p, i % layer.d)));
+        sum = sum < -limit ? -limit : sum > limit ? limit : sum;
+        store_element(layer.dtype, to, dense_index(&layer, is_key, t, i % layer.d), sum);
+    }
+}
+
+static pkv_status wait(struct backend *backend, const char *what)
+{
+    return gpu_check(backend, cudaStreamSynchronize(backend->stream), what);
+}
+
+pkv_status store_rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
+{
+    pkv_status status;
+
+    for (size_t layer = 0; layer < backend->geometry->layers; layer++)
+        PKV_LAUNCH(rebuild_page, (unsigned)backend->geometry->kv_heads, BLOCK_THREADS, 0,
+                   backend->stream, store_layer(backend, layer), factor_slot, dense_slot);
+    status = gpu_check_launch(backend, "cannot rebuild a page");
+    return status == PKV_OK ? wait(backend, "cannot rebuild a page") : status;
+}
+
+/* Where a part lies on the device, and its bytes. */
+static unsigned char *place_of(const struct backend *backend, struct page page, size_t layer,
+                               size_t kv_head, size_t tokens, enum page_part part, size_t *bytes)
+{
+    const struct geometry *geometry = backend->geometry;
+    const struct layer_view view = store_layer(backend, layer);
+    const size_t number = (size_t)page.slot * geometry->kv_heads + kv_head;
+    struct part_form form;
+
+    if (page.kind == SLOT_DENSE) {
+        *bytes = tokens * geometry->head_dim * geometry->element_bytes;
+        return view.dense + number * view.dense_bytes + (part == PART_K ? 0 : view.dense_bytes / 2);
+    }
+    form = form_of(geometry, layer, part);
+    *bytes = parts_bytes(&form, geometry->element_bytes);
+    return view.factor + number * view.factor_bytes + view.parts[part - PART_K_LEFT].offset;
+}
+
+pkv_status store_read(struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                      size_t tokens, enum page_part part, void *out)
+{
+    size_t bytes;
+    const unsigned char *from = place_of(backend, page, layer, kv_head, tokens, part, &bytes);
+    pkv_status status =
+        gpu_check(backend,
+                  cudaMemcpyAsync(backend->part_host, from, bytes, cudaMemcpyDeviceToHost,
+                                  backend->stream),
+                  "cannot read a page");
+
+    if (status == PKV_OK)
+        status = wait(backend, "cannot read a page");
+    if (status == PKV_OK)
+        memcpy(out, backend->part_host, bytes);
+    return status;
+}
+
+pkv_status store_write(struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                       size_t tokens, enum page_part part, const void *in)
+{
+    size_t bytes;
+    unsigned char *to = place_of(backend, page, layer, kv_head, tokens, part, &bytes);
+    pkv_status status;
+
+    memcpy(backend->part_host, in, bytes);
+    status = gpu_check(backend,
+                       cudaMemcpyAsync(to, backend->part_host, bytes, cudaMemcpyHostToDevice,
+                                       backend->stream),
+                       "cannot write a page");
+    return status == PKV_OK ? wait(backend, "cannot write a page") : status;
+}

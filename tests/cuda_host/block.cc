@@ -1,0 +1,305 @@
+/* SPDX-License-Identifier: MIT */
+/* The threads of a block as fibers, their barriers and what warps exchange. */
+#include "block.h"
+#include "fibers.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <vector>
+
+enum thread_state { UNSTARTED, READY, AT_BARRIER, AT_MEETING, EXITED };
+
+struct thread {
+    struct fiber fiber;
+    enum thread_state state;
+    struct cuda_host_site site; /* where it waits */
+    unsigned mask;
+    void *brought; /* to a meeting */
+};
+
+struct block {
+    const struct cuda_host_launch *launch;
+    uint64_t *random;
+    std::vector<struct thread> threads;
+    std::vector<unsigned> ready;
+    std::vector<struct fiber> dead; /* stacks that were left */
+    size_t at_barrier;
+    size_t exited;
+    unsigned current;
+    struct fiber own; /* the calling thread */
+};
+
+thread_local struct cuda_host_place cuda_host_here;
+static thread_local struct block *running;
+
+void cuda_host_stop(const char *format, ...)
+{
+    va_list arguments;
+
+    fprintf(stderr, "cuda_host: ");
+    if (running)
+        fprintf(stderr, "%s, block (%u, %u, %u), thread %u: ", running->launch->name, blockIdx.x,
+                blockIdx.y, blockIdx.z, running->current);
+    va_start(arguments, format);
+    vfprintf(stderr, format, arguments);
+    va_end(arguments);
+    fputc('\n', stderr);
+    abort();
+}
+
+static uint64_t next_random(uint64_t *state)
+{
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return *state;
+}
+
+static unsigned below(uint64_t *state, size_t n)
+{
+    return (unsigned)((next_random(state) >> 32) * n >> 32);
+}
+
+static bool same_site(const struct cuda_host_site &a, const struct cuda_host_site &b)
+{
+    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
+
+/* Nobody can go on. */
+[[noreturn]] static void report_deadlock(const struct block *block)
+{
+    for (size_t i = 0; i < block->threads.size(); i++) {
+        const struct thread *thread = &block->threads[i];
+
+        if (thread->state == EXITED)
+            fprintf(stderr, "cuda_host: thread %zu has returned\n", i);
+        else
+            fprintf(stderr, "cuda_host: thread %zu waits at %s:%d: %s (mask %08x)\n", i,
+                    thread->site.file, thread->site.line, thread->site.what, thread->mask);
+    }
+    cuda_host_stop("no thread of the block can go on");
+}
+
+static void release_barrier(struct block *block)
+{
+    for (size_t i = 0; i < block->threads.size(); i++) {
+        block->threads[i].state = READY;
+        block->ready.push_back((unsigned)i);
+    }
+    block->at_barrier = 0;
+}
+
+/* Takes the next thread, or NULL when all have returned. */
+static struct thread *pick(struct block *block)
+{
+    if (block->ready.empty()) {
+        if (block->exited == block->threads.size())
+            return NULL;
+        if (block->at_barrier != block->threads.size())
+            report_deadlock(block);
+        release_barrier(block);
+    }
+
+    unsigned at = below(block->random, block->ready.size());
+    unsigned number = block->ready[at];
+    dim3 dim = block->launch->block;
+
+    block->ready[at] = block->ready.back();
+    block->ready.pop_back();
+    block->current = number;
+    cuda_host_here.thread =
+        uint3{number % dim.x, number / dim.x % dim.y, number / dim.x / dim.y};
+    return &block->threads[number];
+}
+
+/* A fiber's life: it runs threads until one has waited, and so keeps the stack. */
+static void run_threads(void)
+{
+    struct block *block = running;
+
+    for (;;) {
+        block->launch->thread();
+
+        struct thread *self = &block->threads[block->current];
+        struct thread *next;
+
+        self->state = EXITED;
+        block->exited++;
+        next = pick(block);
+        if (next && next->state == UNSTARTED) {
+            next->fiber = self->fiber;
+            next->state = READY;
+            continue;
+        }
+        block->dead.push_back(self->fiber);
+        fiber_switch(&self->fiber, next ? &next->fiber : &block->own, true);
+    }
+}
+
+static void start(struct thread *thread)
+{
+    if (thread->state != UNSTARTED)
+        return;
+    fiber_create(&thread->fiber, run_threads);
+    thread->state = READY;
+}
+
+/* Lets others run until the current thread is picked again. */
+static void wait(struct block *block)
+{
+    struct thread *self = &block->threads[block->current];
+    struct thread *next = pick(block);
+
+    if (next == self)
+        return;
+    start(next);
+    fiber_switch(&self->fiber, &next->fiber, false);
+}
+
+void cuda_host_barrier(struct cuda_host_site site)
+{
+    struct block *block = running;
+    struct thread *self = &block->threads[block->current];
+
+    if (block->exited > 0)
+        cuda_host_stop("%s:%d: %s, but other threads have returned", site.file, site.line,
+                       site.what);
+    if (block->at_barrier > 0) {
+        for (const struct thread &other : block->threads)
+            if (other.state == AT_BARRIER && !same_site(other.site, site))
+                cuda_host_stop("%s:%d: %s, but others wait at %s:%d", site.file, site.line,
+                               site.what, other.site.file, other.site.line);
+            else if (other.state == AT_BARRIER)
+                break;
+    }
+    self->state = AT_BARRIER;
+    self->site = site;
+    self->mask = 0xffffffffu;
+    block->at_barrier++;
+    wait(block);
+}
+
+unsigned cuda_host_lane(void)
+{
+    return running->current % 32;
+}
+
+void cuda_host_meet(struct cuda_host_site site, unsigned mask, void *mine,
+                    void (*all)(struct cuda_host_site site, void *const lanes[32]))
+{
+    struct block *block = running;
+    const unsigned lane = block->current % 32;
+    const unsigned first = block->current - lane;
+    struct thread *warp = &block->threads[first];
+    struct thread *self = &warp[lane];
+    void *lanes[32] = {};
+
+    if ((mask >> lane & 1) == 0)
+        cuda_host_stop("%s:%d: %s: the mask %08x leaves out lane %u, which calls it", site.file,
+                       site.line, site.what, mask, lane);
+    self->state = AT_MEETING;
+    self->site = site;
+    self->mask = mask;
+    self->brought = mine;
+    for (unsigned i = 0; i < 32; i++) {
+        if ((mask >> i & 1) == 0)
+            continue;
+        if (first + i >= block->threads.size() || warp[i].state == EXITED)
+            cuda_host_stop("%s:%d: %s: lane %u of the mask %08x is not there", site.file,
+                           site.line, site.what, i, mask);
+        if (warp[i].state != AT_MEETING || warp[i].mask != mask || !same_site(warp[i].site, site)) {
+            wait(block);
+            return;
+        }
+        lanes[i] = warp[i].brought;
+    }
+    all(site, lanes);
+    for (unsigned i = 0; i < 32; i++) {
+        if ((mask >> i & 1) == 0)
+            continue;
+        warp[i].state = READY;
+        if (i != lane)
+            block->ready.push_back(first + i);
+    }
+}
+
+void cuda_host_nothing(struct cuda_host_site, void *const *) {}
+
+void cuda_host_exchange_all(struct cuda_host_site site, void *const lanes[32])
+{
+    for (unsigned i = 0; i < 32; i++) {
+        struct cuda_host_exchange *mine = (struct cuda_host_exchange *)lanes[i];
+
+        if (mine == NULL)
+            continue;
+        if (lanes[mine->from] == NULL)
+            cuda_host_stop("%s:%d: %s: lane %u reads lane %u, which is not in the mask", site.file,
+                           site.line, site.what, i, mine->from);
+        mine->result = ((const struct cuda_host_exchange *)lanes[mine->from])->value;
+    }
+}
+
+void cuda_host_vote_all(struct cuda_host_site, void *const lanes[32])
+{
+    uint64_t votes = 0;
+
+    for (unsigned i = 0; i < 32; i++)
+        if (lanes[i])
+            votes |= ((const struct cuda_host_exchange *)lanes[i])->value << i;
+    for (unsigned i = 0; i < 32; i++)
+        if (lanes[i])
+            ((struct cuda_host_exchange *)lanes[i])->result = votes;
+}
+
+static void run_block(struct block *block)
+{
+    const struct cuda_host_launch *launch = block->launch;
+    const size_t n = (size_t)launch->block.x * launch->block.y * launch->block.z;
+    struct thread *first;
+
+    block->threads.assign(n, thread{});
+    block->ready.resize(n);
+    std::iota(block->ready.begin(), block->ready.end(), 0u);
+    block->at_barrier = block->exited = 0;
+    first = pick(block);
+    start(first);
+    fiber_switch(&block->own, &first->fiber, false);
+    for (struct fiber &fiber : block->dead)
+        fiber_destroy(&fiber);
+    block->dead.clear();
+}
+
+void cuda_host_run(const struct cuda_host_launch &launch, uint64_t seed)
+{
+    const size_t n = (size_t)launch.grid.x * launch.grid.y * launch.grid.z;
+    /* A block of its own in the heap: AddressSanitizer knows where it ends. */
+    void *shared;
+    uint64_t random = seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du;
+    std::vector<unsigned> order(n);
+    struct block block = {};
+
+    if (posix_memalign(&shared, 128, launch.shared_bytes) != 0)
+        cuda_host_stop("no memory for %zu bytes of shared memory", launch.shared_bytes);
+    block.launch = &launch;
+    block.random = &random;
+    running = &block;
+    std::iota(order.begin(), order.end(), 0u);
+    cuda_host_here = cuda_host_place{};
+    cuda_host_here.block_dim = launch.block;
+    cuda_host_here.grid_dim = launch.grid;
+    cuda_host_here.shared = (unsigned char *)shared;
+    for (size_t i = n; i-- > 0;) {
+        unsigned at = below(&random, i + 1);
+        unsigned number = order[at];
+
+        order[at] = order[i];
+        cuda_host_here.block = uint3{number % launch.grid.x, number / launch.grid.x % launch.grid.y,
+                                     number / launch.grid.x / launch.grid.y};
+        memset(shared, 0xff, launch.shared_bytes);
+        run_block(&block);
+    }
+    running = NULL;
+    free(shared);
+}

@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: MIT */
+/* A launch, run on the calling thread. */
+#ifndef PUZZLEKV_TESTS_CUDA_HOST_BLOCK_H
+#define PUZZLEKV_TESTS_CUDA_HOST_BLOCK_H
+
+#include "device.h"
+
+/* All blocks of a grid, in an order that `seed` shuffles, as their threads are. */
+void cuda_host_run(const struct cuda_host_launch &launch, uint64_t seed);
+
+/* Ends the process. */
+[[noreturn]] void cuda_host_stop(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+#endif

@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: MIT */
+/* Fibers: stacks that one thread switches between, by a few instructions of assembly. */
+#ifndef PUZZLEKV_TESTS_CUDA_HOST_FIBERS_H
+#define PUZZLEKV_TESTS_CUDA_HOST_FIBERS_H
+
+#include <cstddef>
+
+/* A fiber, or, with stack NULL, the thread's own stack. */
+struct fiber {
+    void *stack_pointer; /* while it does not run */
+    unsigned char *stack;
+    void *fake_stack; /* AddressSanitizer's */
+};
+
+/* A stack for a fiber that, when first switched to, calls `entry`, which never returns. Stacks are
+ * kept and used again. */
+void fiber_create(struct fiber *fiber, void (*entry)(void));
+/* Not of the running fiber. */
+void fiber_destroy(struct fiber *fiber);
+
+/* Suspends `from`, the running one, until it is switched to; `dies`: it never will be. */
+void fiber_switch(struct fiber *from, struct fiber *to, bool dies);
+
+#endif

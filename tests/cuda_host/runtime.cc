@@ -1,0 +1,568 @@
+/* SPDX-License-Identifier: MIT */
+/* Device memory, streams, events and graphs. One lock: calls of different threads take turns. */
+#include "block.h"
+
+#include <cfenv>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <map>
+#include <mutex>
+#include <sys/mman.h>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define WITH_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define WITH_ASAN 1
+#endif
+#endif
+#ifdef WITH_ASAN
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, bytes)   ((void)(address), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
+#endif
+
+/* Address space for device memory; none of it is there but while a queue runs. */
+#define ARENA_BYTES ((size_t)8 << 30)
+#define ALIGNMENT   ((size_t)256)
+
+#define MAX_SHARED_BYTES     ((size_t)227 << 10)
+#define DEFAULT_SHARED_BYTES ((size_t)48 << 10)
+#define MAX_PARAMETER_BYTES  ((size_t)4096)
+
+struct operation {
+    std::function<void()> run;
+};
+
+struct cuda_host_graph {
+    std::vector<struct operation> operations;
+};
+
+struct cuda_host_stream {
+    std::vector<struct operation> queue;
+    struct cuda_host_graph *capture; /* not NULL: what is being captured */
+    bool invalidated;
+};
+
+struct cuda_host_event {
+    double seconds;
+};
+
+static std::mutex lock;
+static unsigned char *arena;
+static size_t arena_end; /* of what was ever in use */
+static std::map<size_t, size_t> blocks; /* offset to bytes */
+static std::map<size_t, size_t> fresh;  /* those that are still to be filled */
+static size_t memory_bytes = (size_t)1 << 30;
+static size_t memory_used;
+static std::map<void *, size_t> pinned;
+static std::map<const void *, size_t> allowed_shared;
+static unsigned capturing;
+static uint64_t seed;
+static bool seeded;
+static thread_local cudaError_t last_error;
+
+static cudaError_t failed(cudaError_t error)
+{
+    last_error = error;
+    return error;
+}
+
+/* ---- Memory ---- */
+
+static void open_arena(void)
+{
+    if (arena && mprotect(arena, arena_end, PROT_READ | PROT_WRITE) != 0)
+        cuda_host_stop("mprotect failed");
+    for (const auto &block : fresh)
+        memset(arena + block.first, 0xff, block.second);
+    fresh.clear();
+}
+
+static void close_arena(void)
+{
+    if (arena && arena_end > 0 && mprotect(arena, arena_end, PROT_NONE) != 0)
+        cuda_host_stop("mprotect failed");
+}
+
+static void reserve_arena(void)
+{
+    void *space = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                       -1, 0);
+
+    if (space == MAP_FAILED)
+        cuda_host_stop("no address space for device memory");
+    arena = (unsigned char *)space;
+}
+
+static bool in_arena(const void *pointer)
+{
+    return arena && (const unsigned char *)pointer >= arena &&
+           (const unsigned char *)pointer < arena + ARENA_BYTES;
+}
+
+/* While something is captured the device may not be asked for anything at once. */
+static bool refuse_capture(void)
+{
+    return capturing > 0;
+}
+
+cudaError_t cudaMalloc(void **pointer, size_t bytes)
+{
+    std::lock_guard<std::mutex> guard(lock);
+    size_t at = 0;
+
+    if (refuse_capture())
+        return failed(cudaErrorStreamCaptureUnsupported);
+    *pointer = NULL;
+    if (bytes == 0)
+        return cudaSuccess;
+    if (bytes > memory_bytes - memory_used || memory_used > memory_bytes)
+        return failed(cudaErrorMemoryAllocation);
+    if (arena == NULL)
+        reserve_arena();
+    for (const auto &block : blocks) {
+        if (at + bytes <= block.first)
+            break;
+        /* Blocks do not touch. */
+        at = (block.first + block.second + ALIGNMENT) / ALIGNMENT * ALIGNMENT + ALIGNMENT;
+    }
+    if (at + bytes + ALIGNMENT > ARENA_BYTES)
+        return failed(cudaErrorMemoryAllocation);
+
+    size_t end = (at + bytes + ALIGNMENT + 4095) / 4096 * 4096;
+
+    blocks[at] = bytes;
+    memory_used += bytes;
+    if (end > arena_end) {
+        ASAN_POISON_MEMORY_REGION(arena + arena_end, end - arena_end);
+        arena_end = end;
+    }
+    ASAN_UNPOISON_MEMORY_REGION(arena + at, bytes);
+    fresh[at] = bytes;
+    *pointer = arena + at;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void *pointer)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (pointer == NULL)
+        return cudaSuccess;
+    if (refuse_capture())
+        return failed(cudaErrorStreamCaptureUnsupported);
+
+    auto block = in_arena(pointer) ? blocks.find((size_t)((unsigned char *)pointer - arena))
+                                   : blocks.end();
+
+    if (block == blocks.end())
+        cuda_host_stop("cudaFree(%p): no such block", pointer);
+    ASAN_POISON_MEMORY_REGION(pointer, block->second);
+    memory_used -= block->second;
+    fresh.erase(block->first);
+    blocks.erase(block);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMallocHost(void **pointer, size_t bytes)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (refuse_capture())
+        return failed(cudaErrorStreamCaptureUnsupported);
+    *pointer = malloc(bytes);
+    if (*pointer == NULL)
+        return failed(cudaErrorMemoryAllocation);
+    memset(*pointer, 0xff, bytes);
+    pinned[*pointer] = bytes;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFreeHost(void *pointer)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (pointer == NULL)
+        return cudaSuccess;
+    if (refuse_capture())
+        return failed(cudaErrorStreamCaptureUnsupported);
+    if (pinned.erase(pointer) == 0)
+        cuda_host_stop("cudaFreeHost(%p): no such block", pointer);
+    free(pointer);
+    return cudaSuccess;
+}
+
+/* Whether [pointer, pointer + bytes) lies in one block of device memory. */
+static bool on_device(const void *pointer, size_t bytes)
+{
+    if (!in_arena(pointer))
+        return false;
+
+    size_t at = (size_t)((const unsigned char *)pointer - arena);
+    auto block = blocks.upper_bound(at);
+
+    if (block == blocks.begin())
+        return false;
+    --block;
+    return at - block->first <= block->second && bytes <= block->second - (at - block->first);
+}
+
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    attributes->device = 0;
+    attributes->type = cudaMemoryTypeUnregistered;
+    if (on_device(pointer, 1)) {
+        attributes->type = cudaMemoryTypeDevice;
+    } else {
+        for (const auto &block : pinned)
+            if (pointer >= block.first &&
+                (const unsigned char *)pointer < (unsigned char *)block.first + block.second)
+                attributes->type = cudaMemoryTypeHost;
+    }
+    return cudaSuccess;
+}
+
+/* ---- Streams ---- */
+
+/* Under the lock. */
+static void enqueue(cudaStream_t stream, std::function<void()> run)
+{
+    if (stream == NULL)
+        cuda_host_stop("the legacy default stream is used");
+    (stream->capture ? stream->capture->operations : stream->queue).push_back(operation{run});
+}
+
+/* Under the lock. */
+static void run_queue(cudaStream_t stream)
+{
+    fenv_t modes;
+
+    if (stream->queue.empty())
+        return;
+    /* A device has modes of its own. */
+    fegetenv(&modes);
+    fesetenv(FE_DFL_ENV);
+    open_arena();
+    for (struct operation &operation : stream->queue)
+        operation.run();
+    stream->queue.clear();
+    close_arena();
+    fesetenv(&modes);
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+{
+    if (flags != cudaStreamNonBlocking)
+        cuda_host_stop("a stream that waits for the legacy default stream");
+    *stream = new cuda_host_stream();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    run_queue(stream);
+    delete stream;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (stream->capture) {
+        stream->invalidated = true;
+        return failed(cudaErrorStreamCaptureUnsupported);
+    }
+    run_queue(stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *device)
+{
+    (void)stream;
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                            cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+    const bool to_device = kind != cudaMemcpyDeviceToHost;
+    const bool from_device = kind != cudaMemcpyHostToDevice;
+
+    if (bytes == 0)
+        return cudaSuccess;
+    if (to_device ? !on_device(to, bytes) : in_arena(to))
+        cuda_host_stop("cudaMemcpyAsync of %zu bytes to %p, which is elsewhere", bytes, to);
+    if (from_device ? !on_device(from, bytes) : in_arena(from))
+        cuda_host_stop("cudaMemcpyAsync of %zu bytes from %p, which is elsewhere", bytes, from);
+    enqueue(stream, [=]() { memcpy(to, from, bytes); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (bytes == 0)
+        return cudaSuccess;
+    if (!on_device(to, bytes))
+        cuda_host_stop("cudaMemsetAsync of %zu bytes at %p, which is elsewhere", bytes, to);
+    enqueue(stream, [=]() { memset(to, value, bytes); });
+    return cudaSuccess;
+}
+
+/* ---- Launches ---- */
+
+cudaError_t cuda_host_allow_shared(const void *kernel, size_t bytes)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (bytes > MAX_SHARED_BYTES)
+        return failed(cudaErrorInvalidValue);
+    allowed_shared[kernel] = bytes;
+    return cudaSuccess;
+}
+
+static void check_launch(const struct cuda_host_launch &launch)
+{
+    const dim3 grid = launch.grid, block = launch.block;
+    const size_t threads = (size_t)block.x * block.y * block.z;
+    auto allowed = allowed_shared.find(launch.kernel);
+    size_t shared = allowed == allowed_shared.end() ? DEFAULT_SHARED_BYTES : allowed->second;
+
+    if (threads == 0 || threads > 1024 || block.z > 64)
+        cuda_host_stop("%s: %u x %u x %u threads", launch.name, block.x, block.y, block.z);
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 ||
+        grid.z > 65535)
+        cuda_host_stop("%s: %u x %u x %u blocks", launch.name, grid.x, grid.y, grid.z);
+    if (launch.shared_bytes > shared)
+        cuda_host_stop("%s: %zu bytes of shared memory, %zu are allowed", launch.name,
+                       launch.shared_bytes, shared);
+    if (launch.parameter_bytes > MAX_PARAMETER_BYTES)
+        cuda_host_stop("%s: %zu bytes of parameters", launch.name, launch.parameter_bytes);
+}
+
+void cuda_host_enqueue(struct cuda_host_launch launch, cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    check_launch(launch);
+    enqueue(stream, [launch]() {
+        if (!seeded) {
+            const char *value = getenv("PUZZLEKV_TEST_SEED");
+
+            seed = value ? strtoull(value, NULL, 10) : 0;
+            seeded = true;
+        }
+        cuda_host_run(launch, seed++);
+    });
+}
+
+/* ---- Graphs ---- */
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    *status = !stream->capture      ? cudaStreamCaptureStatusNone
+              : stream->invalidated ? cudaStreamCaptureStatusInvalidated
+                                    : cudaStreamCaptureStatusActive;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (stream->capture)
+        return failed(cudaErrorInvalidValue);
+    stream->capture = new cuda_host_graph();
+    stream->invalidated = false;
+    capturing++;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    *graph = stream->capture;
+    if (stream->capture == NULL)
+        return failed(cudaErrorInvalidValue);
+    stream->capture = NULL;
+    capturing--;
+    if (stream->invalidated) {
+        delete *graph;
+        *graph = NULL;
+        return failed(cudaErrorStreamCaptureInvalidated);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long)
+{
+    *executable = new cuda_host_graph(*graph);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    for (const struct operation &operation : executable->operations)
+        enqueue(stream, operation.run);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph)
+{
+    delete graph;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable)
+{
+    delete executable;
+    return cudaSuccess;
+}
+
+/* ---- Events ---- */
+
+cudaError_t cudaEventCreate(cudaEvent_t *event)
+{
+    *event = new cuda_host_event();
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+    delete event;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    enqueue(stream, [event]() {
+        struct timespec now;
+
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        event->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    });
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end)
+{
+    *milliseconds = (float)(1e3 * (end->seconds - begin->seconds));
+    return cudaSuccess;
+}
+
+/* ---- The device ---- */
+
+static thread_local int current_device;
+
+cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int *device)
+{
+    *device = current_device;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device)
+{
+    if (device != 0)
+        return failed(cudaErrorInvalidDevice);
+    current_device = device;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device)
+{
+    if (device != 0)
+        return failed(cudaErrorInvalidDevice);
+    *properties = cudaDeviceProp{"the host", 9, 0, 4};
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError(void)
+{
+    cudaError_t error = last_error;
+
+    last_error = cudaSuccess;
+    return error;
+}
+
+const char *cudaGetErrorString(cudaError_t error)
+{
+    switch (error) {
+    case cudaSuccess:
+        return "no error";
+    case cudaErrorMemoryAllocation:
+        return "out of memory";
+    case cudaErrorInvalidDevice:
+        return "invalid device ordinal";
+    case cudaErrorStreamCaptureUnsupported:
+        return "operation not permitted when stream is capturing";
+    default:
+        return "another error";
+    }
+}
+
+/* ---- For tests ---- */
+
+void cuda_host_seed(uint64_t first)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    seed = first;
+    seeded = true;
+}
+
+void cuda_host_set_memory(size_t bytes)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    memory_bytes = bytes;
+}
+
+size_t cuda_host_memory(void)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    return memory_used;
+}
+
+void *cuda_host_open_stream(void)
+{
+    cudaStream_t stream;
+
+    cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    return stream;
+}
+
+void cuda_host_wait(void *stream)
+{
+    cudaStreamSynchronize((cudaStream_t)stream);
+}
+
+void cuda_host_close_stream(void *stream)
+{
+    cudaStreamDestroy((cudaStream_t)stream);
+}
