@@ -15,7 +15,8 @@
 /* Shared memory of a block: as much as every device gives without being asked. */
 #define SHARED_FLOATS (48u * 1024 / sizeof(float))
 
-/* With fewer units than this runs are spread over blocks, if their states take no more than that. */
+/* With fewer units than this runs are spread over blocks, if their states take no more than that.
+ */
 #define SPLIT_UNITS  1024
 #define STATES_BYTES ((size_t)8 << 20)
 
@@ -116,8 +117,8 @@ __device__ static void load_queries(const struct attention_views *a, const struc
 /* ---- One page ---- */
 
 /*
- * Where keys and values are: of a dense page, of a factor page, or the caller's. Element [t, i] of a
- * page is what the two functions return; for factors they take a row of L and a row of R.
+ * Where keys and values are: of a dense page, of a factor page, or the caller's. Element [t, i] of
+ * a page is what the two functions return; for factors they take a row of L and a row of R.
  */
 struct source {
     const unsigned char *page;
@@ -522,8 +523,7 @@ static struct division divide(const struct backend *backend, size_t layer)
         division.layout = lay_out(&division, geometry->head_dim);
         heads++;
         division.heads = heads;
-    } while (heads <= group &&
-             lay_out(&division, geometry->head_dim).floats <= SHARED_FLOATS);
+    } while (heads <= group && lay_out(&division, geometry->head_dim).floats <= SHARED_FLOATS);
     division.heads = heads - 1;
     division.tiles = (unsigned)divide_up(group, division.heads);
     division.units = backend->step.view.rows * geometry->kv_heads * division.tiles;
@@ -588,6 +588,7 @@ pkv_status attention_run(struct backend *backend, size_t layer, const pkv_step_i
     const size_t runs = most_runs(backend);
     struct attention_views a = {};
     size_t shared_bytes;
+    unsigned threads;
 
     a.layer = store_layer(backend, layer);
     a.plan = backend->step.view;
@@ -599,18 +600,19 @@ pkv_status attention_run(struct backend *backend, size_t layer, const pkv_step_i
     a.division = divide(backend, layer);
     a.states = backend->states;
     shared_bytes = a.division.layout.floats * sizeof(float);
+    threads = gpu_threads((size_t)a.division.heads * a.layer.d);
     if (a.division.units < SPLIT_UNITS && runs > 1 && runs <= 65535 &&
         states_bytes_of(a.division.units, runs, a.division.heads, a.layer.d) <=
             backend->states_bytes) {
         a.division.runs = (unsigned)runs;
-        PKV_LAUNCH(attend_split_units, dim3((unsigned)a.division.units, (unsigned)runs),
-                   BLOCK_THREADS, shared_bytes, backend->stream, a);
-        PKV_LAUNCH(merge_split_units, (unsigned)a.division.units, BLOCK_THREADS, shared_bytes,
+        PKV_LAUNCH(attend_split_units, dim3((unsigned)a.division.units, (unsigned)runs), threads,
+                   shared_bytes, backend->stream, a);
+        PKV_LAUNCH(merge_split_units, (unsigned)a.division.units, threads, shared_bytes,
                    backend->stream, a);
     } else {
         const size_t blocks = a.division.units < MAX_BLOCKS ? a.division.units : MAX_BLOCKS;
 
-        PKV_LAUNCH(attend_units, (unsigned)blocks, BLOCK_THREADS, shared_bytes, backend->stream, a);
+        PKV_LAUNCH(attend_units, (unsigned)blocks, threads, shared_bytes, backend->stream, a);
     }
     return gpu_check_launch(backend, "cannot attend");
 }

@@ -125,9 +125,9 @@ static pkv_status open_stream(struct backend *backend, void *stream)
 
     if (stream == NULL) {
         backend->own_stream = true;
-        status = gpu_check(backend,
-                           cudaStreamCreateWithFlags(&backend->stream, cudaStreamNonBlocking),
-                           "cannot create a stream");
+        status =
+            gpu_check(backend, cudaStreamCreateWithFlags(&backend->stream, cudaStreamNonBlocking),
+                      "cannot create a stream");
         backend->own_stream = status == PKV_OK;
         return status;
     }

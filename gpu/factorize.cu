@@ -116,9 +116,9 @@ __device__ static float page_element(const struct layer_view *layer, const struc
     if (t < p->job.cached_tokens)
         return load_element(layer->dtype, dense_page(layer, p->job.from_slot, p->head),
                             dense_index(layer, p->is_key, t, i));
-    return rounded_element(layer->dtype,
-                           input_element(input, p->job.first_row + (t - p->job.cached_tokens),
-                                         p->head, i));
+    return rounded_element(
+        layer->dtype,
+        input_element(input, p->job.first_row + (t - p->job.cached_tokens), p->head, i));
 }
 
 /* Loads the page, scaled so that max|x| is in [1, 2). Returns the exponent. `shared` holds a number
@@ -459,8 +459,8 @@ __device__ static bool put_codes(const struct part_place *part, const float *fro
         float largest = 0.0f;
 
         for (unsigned j = 0; j < n_along; j++) {
-            const float magnitude = fabsf(part->row_scales ? from[i * part->columns + j]
-                                                           : from[j * part->columns + i]);
+            const float magnitude =
+                fabsf(part->row_scales ? from[i * part->columns + j] : from[j * part->columns + i]);
 
             largest = magnitude > largest ? magnitude : largest;
         }
@@ -475,8 +475,7 @@ __device__ static bool put_codes(const struct part_place *part, const float *fro
             const unsigned row = (n + k) / part->columns;
             const unsigned column = (n + k) % part->columns;
 
-            code[k] =
-                int4_code(from[n + k], f16_to_f32(scales[part->row_scales ? row : column]));
+            code[k] = int4_code(from[n + k], f16_to_f32(scales[part->row_scales ? row : column]));
         }
         codes[part_index(part, n / part->columns, n % part->columns) / 2] =
             int4_pack(code[0], code[1]);
@@ -576,18 +575,21 @@ static size_t problem_floats(const struct geometry *geometry)
         .floats;
 }
 
-/* As many problems as a step can have at most, and no more than SCRATCH_BYTES hold. */
+/* As many problems as a step can have at most, and no more than SCRATCH_BYTES hold: a sequence's n
+ * new tokens complete up to n / P + 1 pages, and as many leave its window. */
 pkv_status factorize_open(struct backend *backend)
 {
     const struct geometry *geometry = backend->geometry;
     const size_t bytes = problem_floats(geometry) * sizeof(float);
     const size_t most = SCRATCH_BYTES / bytes > 1 ? SCRATCH_BYTES / bytes : 1;
-    size_t pages = backend->capacity.factor_slots;
+    size_t pages = backend->capacity.max_step_tokens / geometry->policy.page_tokens;
     size_t problems;
     pkv_status status;
 
-    if (pages == 0)
+    if (backend->capacity.factor_slots == 0)
         return PKV_OK;
+    if (__builtin_add_overflow(pages, backend->capacity.max_sequences, &pages))
+        pages = SIZE_MAX;
     if (__builtin_mul_overflow(pages, 2 * geometry->kv_heads, &problems) || problems > most)
         problems = most;
     status = gpu_allocate(backend, problems * bytes, "scratch to factorize in",
@@ -619,21 +621,13 @@ void factorize_close(struct backend *backend)
                 backend->factorize_scratch);
 }
 
-/* P threads, in whole warps, and no more than four of these. */
-static unsigned threads_for(const struct geometry *geometry)
-{
-    const size_t threads = (geometry->policy.page_tokens + 31) / 32 * 32;
-
-    return (unsigned)(threads < BLOCK_THREADS ? threads : BLOCK_THREADS);
-}
-
 pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
     const struct geometry *geometry = backend->geometry;
     const struct layer_view view = store_layer(backend, layer);
     const struct plan_view *plan = &backend->step.view;
     const size_t total = plan->n_factor * geometry->kv_heads * 2;
-    const unsigned threads = threads_for(geometry);
+    const unsigned threads = gpu_threads(geometry->policy.page_tokens);
     struct device_report *report =
         (struct device_report *)(void *)(backend->faults + geometry->layers);
     pkv_status status;

@@ -23,7 +23,7 @@ extern "C" {
 /* What is seen of the module. */
 #define MODULE_EXPORT __attribute__((visibility("default")))
 
-/* Threads of a block where nothing else decides. */
+/* Threads of a block at most, where nothing else decides. */
 #define BLOCK_THREADS 128
 
 /* New tokens, counted from an item's first, that are attended like a page. */
@@ -41,7 +41,8 @@ struct part_place {
 };
 
 /* A layer as kernels see it; a parameter of theirs. Slots lie one after the other, in each of them
- * its KV heads: a dense page K [P, d], V [P, d]; a factor page its parts in the order of parts.h. */
+ * its KV heads: a dense page K [P, d], V [P, d]; a factor page its parts in the order of parts.h.
+ */
 struct layer_view {
     unsigned char *dense;
     unsigned char *factor;
@@ -255,6 +256,12 @@ __device__ static inline float part_element(const struct layer_view *layer,
 __device__ static inline float largest_element(pkv_dtype dtype)
 {
     return dtype == PKV_F16 ? 65504.0f : dtype == PKV_BF16 ? 0x1.fep+127f : 0x1.fffffep+127f;
+}
+
+/* Threads of a block that has n elements to work on at once: whole warps. */
+static inline unsigned gpu_threads(size_t n)
+{
+    return (unsigned)(n < BLOCK_THREADS ? (n + 31) / 32 * 32 : BLOCK_THREADS);
 }
 
 static inline size_t gpu_group(const struct geometry *geometry)

@@ -125,8 +125,8 @@ pkv_status store_open(struct backend *backend)
         status = gpu_allocate(backend, faults_bytes(geometry), "a step's report",
                               (void **)&backend->faults);
     if (status == PKV_OK)
-        status = gpu_allocate_pinned(backend, faults_bytes(geometry),
-                                     (void **)&backend->faults_host);
+        status =
+            gpu_allocate_pinned(backend, faults_bytes(geometry), (void **)&backend->faults_host);
     if (status == PKV_OK)
         status = gpu_allocate_pinned(backend, largest_part_bytes(geometry),
                                      (void **)&backend->part_host);
@@ -156,8 +156,8 @@ struct layer_view store_layer(const struct backend *backend, size_t layer)
     struct layer_view view = {};
 
     view.dense_bytes = dense_page_bytes(geometry);
-    view.dense = backend->dense + layer * backend->capacity.dense_slots * geometry->kv_heads *
-                                      view.dense_bytes;
+    view.dense = backend->dense +
+                 layer * backend->capacity.dense_slots * geometry->kv_heads * view.dense_bytes;
     if (backend->factor) {
         view.factor_bytes = divide_factor_page(geometry, layer, view.parts);
         view.factor = backend->factor + backend->factor_offset[layer];
@@ -256,8 +256,8 @@ static pkv_status reserve_plan(struct backend *backend, size_t bytes)
     gpu_release(backend, backend->plan_bytes, backend->plan_device);
     backend->plan_host = backend->plan_device = NULL;
     backend->plan_bytes = 2 * bytes;
-    status = gpu_allocate(backend, backend->plan_bytes, "a step's plan",
-                          (void **)&backend->plan_device);
+    status =
+        gpu_allocate(backend, backend->plan_bytes, "a step's plan", (void **)&backend->plan_device);
     if (status == PKV_OK)
         status = gpu_allocate_pinned(backend, backend->plan_bytes, (void **)&backend->plan_host);
     if (status != PKV_OK) {
@@ -281,7 +281,8 @@ pkv_status store_step_begin(struct backend *backend)
     write_plan(backend, &layout);
     view->items = (const struct device_item *)(void *)(backend->plan_device + layout.items);
     view->tables = (const struct page *)(void *)(backend->plan_device + layout.tables);
-    view->dense_jobs = (const struct device_job *)(void *)(backend->plan_device + layout.dense_jobs);
+    view->dense_jobs =
+        (const struct device_job *)(void *)(backend->plan_device + layout.dense_jobs);
     view->factor_jobs =
         (const struct device_job *)(void *)(backend->plan_device + layout.factor_jobs);
     view->n_items = backend->step.plan.n_items;
@@ -293,9 +294,9 @@ pkv_status store_step_begin(struct backend *backend)
                                        cudaMemcpyHostToDevice, backend->stream),
                        "cannot upload the plan");
     if (status == PKV_OK)
-        status = gpu_check(
-            backend, cudaMemsetAsync(backend->faults, 0xff, layers_bytes, backend->stream),
-            "cannot clear the report");
+        status = gpu_check(backend,
+                           cudaMemsetAsync(backend->faults, 0xff, layers_bytes, backend->stream),
+                           "cannot clear the report");
     if (status == PKV_OK)
         status = gpu_check(backend,
                            cudaMemsetAsync(backend->faults + backend->geometry->layers, 0,
@@ -325,7 +326,8 @@ __device__ static const struct device_item *item_of(const struct plan_view *plan
 
 /*
  * A fault as a number that is the smaller the earlier it is reported: in item, page, head, K before
- * V, token order. Rows of a page are counted from its first new one, which stands for item and page.
+ * V, token order. Rows of a page are counted from its first new one, which stands for item and
+ * page.
  */
 #define FAULT_TOKENS (2 * (unsigned long long)MAX_PAGE_TOKENS)
 
@@ -353,13 +355,11 @@ __global__ static void check_rows(struct layer_view layer, struct plan_view plan
 
         for (unsigned i = threadIdx.x; i < 2 * layer.d; i += blockDim.x) {
             const bool is_key = i < layer.d;
-            const float x =
-                input_element(is_key ? &k : &v, row, head, is_key ? i : i - layer.d);
+            const float x = input_element(is_key ? &k : &v, row, head, is_key ? i : i - layer.d);
 
             if (!is_finite(rounded_element(layer.dtype, x)))
-                atomicMin(&faults->value,
-                          fault_number(&plan, layer.length, layer.kv_heads, row, head, is_key,
-                                       is_finite(x)));
+                atomicMin(&faults->value, fault_number(&plan, layer.length, layer.kv_heads, row,
+                                                       head, is_key, is_finite(x)));
         }
     }
 }
@@ -439,7 +439,7 @@ pkv_status store_run(struct backend *backend, size_t layer, const pkv_step_io *i
     const struct layer_view view = store_layer(backend, layer);
     const struct plan_view *plan = &backend->step.view;
 
-    PKV_LAUNCH(check_rows, blocks_of(plan->rows * view.kv_heads), BLOCK_THREADS, 0,
+    PKV_LAUNCH(check_rows, blocks_of(plan->rows * view.kv_heads), gpu_threads(2 * view.d), 0,
                backend->stream, view, *plan, io->k, io->v, backend->faults + layer);
     if (plan->n_dense > 0)
         PKV_LAUNCH(append_rows, blocks_of(plan->n_dense * view.kv_heads), BLOCK_THREADS, 0,
@@ -512,11 +512,10 @@ pkv_status store_read(struct backend *backend, struct page page, size_t layer, s
 {
     size_t bytes;
     const unsigned char *from = place_of(backend, page, layer, kv_head, tokens, part, &bytes);
-    pkv_status status =
-        gpu_check(backend,
-                  cudaMemcpyAsync(backend->part_host, from, bytes, cudaMemcpyDeviceToHost,
-                                  backend->stream),
-                  "cannot read a page");
+    pkv_status status = gpu_check(
+        backend,
+        cudaMemcpyAsync(backend->part_host, from, bytes, cudaMemcpyDeviceToHost, backend->stream),
+        "cannot read a page");
 
     if (status == PKV_OK)
         status = wait(backend, "cannot read a page");
@@ -533,9 +532,9 @@ pkv_status store_write(struct backend *backend, struct page page, size_t layer, 
     pkv_status status;
 
     memcpy(backend->part_host, in, bytes);
-    status = gpu_check(backend,
-                       cudaMemcpyAsync(to, backend->part_host, bytes, cudaMemcpyHostToDevice,
-                                       backend->stream),
-                       "cannot write a page");
+    status = gpu_check(
+        backend,
+        cudaMemcpyAsync(to, backend->part_host, bytes, cudaMemcpyHostToDevice, backend->stream),
+        "cannot write a page");
     return status == PKV_OK ? wait(backend, "cannot write a page") : status;
 }

@@ -21,8 +21,8 @@ static pkv_status open_module(const char *name, const struct backend_ops **ops,
 
     if (snprintf(path, sizeof path, "%s/puzzlekv-%s.so", folder ? folder : PKGLIBDIR, name) >=
         (int)sizeof path)
-        return fail(message, PKV_ERROR_UNSUPPORTED, "backend: \"%s\": the module's path is too long",
-                    name);
+        return fail(message, PKV_ERROR_UNSUPPORTED,
+                    "backend: \"%s\": the module's path is too long", name);
     handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (handle == NULL)
         return fail(message, PKV_ERROR_UNSUPPORTED, "backend: \"%s\": %s", name, dlerror());

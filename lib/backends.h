@@ -11,7 +11,6 @@
  * environment variable PUZZLEKV_MODULES names, else where it is installed. Errors:
  * PKV_ERROR_UNSUPPORTED with a message.
  */
-pkv_status backends_find(const char *name, const struct backend_ops **ops,
-                         struct message *message);
+pkv_status backends_find(const char *name, const struct backend_ops **ops, struct message *message);
 
 #endif

@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* What stands before a function that is computed wherever a page is: with nvcc on the device too. */
+/* What stands before a function that runs wherever a page is: with nvcc on the device too. */
 #ifdef __CUDACC__
 #define EVERYWHERE static inline __host__ __device__
 #else

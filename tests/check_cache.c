@@ -10,6 +10,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* A model's shape with everything else at its default. */
 static pkv_config config_of(size_t layers, size_t query_heads, size_t kv_heads, size_t head_dim,
@@ -211,6 +212,38 @@ START_TEST(numbers_that_do_not_fit)
     ck_assert_uint_eq(footprint.payload_bytes, footprint.raw_bytes);
     ck_assert_uint_eq(footprint.factor_slots, 0);
     ck_assert_uint_eq(footprint.dense_slots, 1000 / 32 + 1 + 1);
+}
+END_TEST
+
+/* The module of this build, if there is one: it opens, with or without a device. */
+START_TEST(cuda_module)
+{
+    const char *build = getenv("PUZZLEKV_BUILD");
+    pkv_config config = config_of(1, 1, 1, 32, 8);
+    char message[PKV_MESSAGE_BYTES];
+    char path[4096];
+    pkv_cache *cache;
+    pkv_status status;
+
+    snprintf(path, sizeof path, "%s/gpu/puzzlekv-cuda.so", build ? build : ".");
+    if (access(path, R_OK) != 0)
+        return; /* tests/cuda_module.sh says so */
+    *strrchr(path, '/') = '\0';
+    ck_assert_int_eq(setenv("PUZZLEKV_MODULES", path, 1), 0);
+    config.backend = "cuda";
+    status = pkv_cache_open(&config, &cache, message);
+    if (status == PKV_OK) {
+        ck_assert_str_eq(pkv_cache_backend(cache), "cuda");
+        pkv_cache_close(cache);
+    } else {
+        ck_assert_int_eq(status, PKV_ERROR_UNSUPPORTED);
+        ck_assert_ptr_null(cache);
+        ck_assert_msg(strstr(message, "backend: no CUDA device: ") == message, "%s", message);
+    }
+    config.backend = "auto";
+    ck_assert_int_eq(pkv_cache_open(&config, &cache, message), PKV_OK);
+    ck_assert_str_eq(pkv_cache_backend(cache), status == PKV_OK ? "cuda" : "cpu");
+    pkv_cache_close(cache);
 }
 END_TEST
 
@@ -603,6 +636,7 @@ int main(void)
     tcase_add_test(test, every_bad_field);
     tcase_add_test(test, numbers_that_do_not_fit);
     tcase_add_test(test, unknown_backends);
+    tcase_add_test(test, cuda_module);
     tcase_add_test(test, footprint_of_a_sequence);
     tcase_add_test(test, footprint_with_layer_ranks);
     tcase_add_test(test, slots_of_many_sequences);

@@ -138,8 +138,8 @@ static void walk_fork(struct walk *walk)
     size_t from = tests_random() % walk->n;
 
     for (size_t j = 0; j < BOTH; j++)
-        ck_assert_int_eq(
-            pkv_seq_fork(walk->sequences[j][from], &walk->sequences[j][walk->n]), PKV_OK);
+        ck_assert_int_eq(pkv_seq_fork(walk->sequences[j][from], &walk->sequences[j][walk->n]),
+                         PKV_OK);
     walk->n++;
 }
 

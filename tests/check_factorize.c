@@ -99,7 +99,7 @@ static void read_coded(struct backend *backend, struct pages *pages)
 
         for (size_t i = 0; i < pages->n; i++)
             ck_assert_int_eq(tests_backend->read(backend, page, 0, i, pages->length,
-                                              (enum page_part)part, out + i * bytes),
+                                                 (enum page_part)part, out + i * bytes),
                              PKV_OK);
         pages->coded[part - PART_K_LEFT] = out;
     }

@@ -29,7 +29,8 @@ int tests_run(Suite *suite);
 extern const struct backend_ops *tests_backend;
 bool tests_on_cpu(void);
 
-/* As tests_run(), once on each backend that this build has. */
+/* As tests_run(), once on each backend that this build has, or on that of the environment variable
+ * PUZZLEKV_TEST_BACKEND alone. */
 int tests_run_on_backends(Suite *(*make)(void));
 
 /* pkv_step_layer() with operands in the host's memory, whatever the cache's backend. */
@@ -38,8 +39,8 @@ pkv_status tests_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
 /* The same of struct backend_ops. */
 struct backend;
 struct geometry;
-pkv_status tests_backend_layer(struct backend *backend, const struct geometry *geometry, size_t rows,
-                               size_t layer, const pkv_step_io *io);
+pkv_status tests_backend_layer(struct backend *backend, const struct geometry *geometry,
+                               size_t rows, size_t layer, const pkv_step_io *io);
 
 /* Zeroed; fails the test when memory runs out. */
 void *tests_allocate(size_t count, size_t size);
@@ -82,7 +83,8 @@ float tests_random_float(void); /* in -1 .. 1 */
 /* On tests_backend. */
 pkv_cache *tests_open_cache(const pkv_config *config);
 
-/* The instruction sets that tests_backend has on this machine and in this build. Returns how many. */
+/* The instruction sets that tests_backend has on this machine and in this build. Returns how many.
+ */
 #define TESTS_ISAS 4
 size_t tests_find_isas(const char *isas[TESTS_ISAS]);
 

@@ -14,6 +14,7 @@ enum thread_state { UNSTARTED, READY, AT_BARRIER, AT_MEETING, EXITED };
 struct thread {
     struct fiber fiber;
     enum thread_state state;
+    uint3 index;
     struct cuda_host_site site; /* where it waits */
     unsigned mask;
     void *brought; /* to a meeting */
@@ -31,7 +32,7 @@ struct block {
     struct fiber own; /* the calling thread */
 };
 
-thread_local struct cuda_host_place cuda_host_here;
+constinit thread_local struct cuda_host_place cuda_host_here = {};
 static thread_local struct block *running;
 
 void cuda_host_stop(const char *format, ...)
@@ -104,13 +105,11 @@ static struct thread *pick(struct block *block)
 
     unsigned at = below(block->random, block->ready.size());
     unsigned number = block->ready[at];
-    dim3 dim = block->launch->block;
 
     block->ready[at] = block->ready.back();
     block->ready.pop_back();
     block->current = number;
-    cuda_host_here.thread =
-        uint3{number % dim.x, number / dim.x % dim.y, number / dim.x / dim.y};
+    cuda_host_here.thread = block->threads[number].index;
     return &block->threads[number];
 }
 
@@ -207,8 +206,8 @@ void cuda_host_meet(struct cuda_host_site site, unsigned mask, void *mine,
         if ((mask >> i & 1) == 0)
             continue;
         if (first + i >= block->threads.size() || warp[i].state == EXITED)
-            cuda_host_stop("%s:%d: %s: lane %u of the mask %08x is not there", site.file,
-                           site.line, site.what, i, mask);
+            cuda_host_stop("%s:%d: %s: lane %u of the mask %08x is not there", site.file, site.line,
+                           site.what, i, mask);
         if (warp[i].state != AT_MEETING || warp[i].mask != mask || !same_site(warp[i].site, site)) {
             wait(block);
             return;
@@ -225,7 +224,9 @@ void cuda_host_meet(struct cuda_host_site site, unsigned mask, void *mine,
     }
 }
 
-void cuda_host_nothing(struct cuda_host_site, void *const *) {}
+void cuda_host_nothing(struct cuda_host_site, void *const *)
+{
+}
 
 void cuda_host_exchange_all(struct cuda_host_site site, void *const lanes[32])
 {
@@ -255,11 +256,15 @@ void cuda_host_vote_all(struct cuda_host_site, void *const lanes[32])
 
 static void run_block(struct block *block)
 {
-    const struct cuda_host_launch *launch = block->launch;
-    const size_t n = (size_t)launch->block.x * launch->block.y * launch->block.z;
+    const dim3 dim = block->launch->block;
+    const unsigned n = dim.x * dim.y * dim.z;
     struct thread *first;
 
-    block->threads.assign(n, thread{});
+    block->threads.resize(n);
+    for (unsigned i = 0; i < n; i++) {
+        block->threads[i].state = UNSTARTED;
+        block->threads[i].index = uint3{i % dim.x, i / dim.x % dim.y, i / dim.x / dim.y};
+    }
     block->ready.resize(n);
     std::iota(block->ready.begin(), block->ready.end(), 0u);
     block->at_barrier = block->exited = 0;

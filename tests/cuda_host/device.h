@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * CUDA without a GPU, for tests: what gpu/toolkit/device.h offers, by the host's C++ compiler alone.
- * The threads of a block are fibers of the calling thread, which go on in an order that
+ * CUDA without a GPU, for tests: what gpu/toolkit/device.h offers, by the host's C++ compiler
+ * alone. The threads of a block are fibers of the calling thread, which go on in an order that
  * cuda_host_seed() shuffles; blocks run one after the other, shuffled too. Streams are queues that
  * run when they are waited for. Device memory cannot be touched but by kernels and copies. What
  * would be undefined on a device ends the process with a message:
@@ -41,7 +41,9 @@ struct uint3 {
 
 struct dim3 {
     unsigned x, y, z;
-    constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+    constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_)
+    {
+    }
 };
 
 /* What the running fiber sees. */
@@ -51,7 +53,7 @@ struct cuda_host_place {
     unsigned char *shared;
 };
 
-extern thread_local struct cuda_host_place cuda_host_here;
+extern constinit thread_local struct cuda_host_place cuda_host_here;
 
 #define threadIdx (cuda_host_here.thread)
 #define blockIdx  (cuda_host_here.block)
@@ -140,12 +142,15 @@ static inline unsigned cuda_host_ballot(struct cuda_host_site site, unsigned mas
     return (unsigned)mine.result;
 }
 
-#define __syncwarp(...)      cuda_host_sync_warp(CUDA_HOST_SITE("__syncwarp") __VA_OPT__(, ) __VA_ARGS__)
-#define __shfl_sync(...)     cuda_host_shuffled(CUDA_HOST_SITE("__shfl_sync"), SHUFFLE_INDEX, __VA_ARGS__)
-#define __shfl_xor_sync(...) cuda_host_shuffled(CUDA_HOST_SITE("__shfl_xor_sync"), SHUFFLE_XOR, __VA_ARGS__)
+#define __syncwarp(...) cuda_host_sync_warp(CUDA_HOST_SITE("__syncwarp") __VA_OPT__(, ) __VA_ARGS__)
+#define __shfl_sync(...)                                                                           \
+    cuda_host_shuffled(CUDA_HOST_SITE("__shfl_sync"), SHUFFLE_INDEX, __VA_ARGS__)
+#define __shfl_xor_sync(...)                                                                       \
+    cuda_host_shuffled(CUDA_HOST_SITE("__shfl_xor_sync"), SHUFFLE_XOR, __VA_ARGS__)
 #define __shfl_down_sync(...)                                                                      \
     cuda_host_shuffled(CUDA_HOST_SITE("__shfl_down_sync"), SHUFFLE_DOWN, __VA_ARGS__)
-#define __shfl_up_sync(...) cuda_host_shuffled(CUDA_HOST_SITE("__shfl_up_sync"), SHUFFLE_UP, __VA_ARGS__)
+#define __shfl_up_sync(...)                                                                        \
+    cuda_host_shuffled(CUDA_HOST_SITE("__shfl_up_sync"), SHUFFLE_UP, __VA_ARGS__)
 #define __ballot_sync(mask, predicate)                                                             \
     cuda_host_ballot(CUDA_HOST_SITE("__ballot_sync"), mask, predicate)
 #define __any_sync(mask, predicate)                                                                \
@@ -179,7 +184,9 @@ template <typename T> static inline T atomicMax(T *p, T value)
     return old;
 }
 
-static inline void __threadfence(void) {}
+static inline void __threadfence(void)
+{
+}
 
 /* Built with -ffp-contract=off. */
 static inline float __fmaf_rn(float a, float b, float c)
@@ -221,7 +228,11 @@ typedef struct cuda_host_event *cudaEvent_t;
 typedef struct cuda_host_graph *cudaGraph_t;
 typedef struct cuda_host_graph *cudaGraphExec_t;
 
-enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaMemcpyKind {
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice
+};
 enum cudaMemoryType {
     cudaMemoryTypeUnregistered,
     cudaMemoryTypeHost,
@@ -286,7 +297,8 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
 cudaError_t cuda_host_allow_shared(const void *kernel, size_t bytes);
 
 template <typename... P>
-static inline cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), enum cudaFuncAttribute, int value)
+static inline cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), enum cudaFuncAttribute,
+                                               int value)
 {
     return cuda_host_allow_shared((const void *)kernel, (size_t)value);
 }
@@ -312,11 +324,10 @@ static inline void cuda_host_launch_kernel(const char *name, void (*kernel)(P...
 {
     std::tuple<typename std::remove_cv<P>::type...> parameters(arguments...);
 
-    cuda_host_enqueue(
-        cuda_host_launch{name, (const void *)kernel, grid, block, shared_bytes,
-                         (size_t{0} + ... + sizeof(P)),
-                         [kernel, parameters]() { std::apply(kernel, parameters); }},
-        stream);
+    cuda_host_enqueue(cuda_host_launch{name, (const void *)kernel, grid, block, shared_bytes,
+                                       (size_t{0} + ... + sizeof(P)),
+                                       [kernel, parameters]() { std::apply(kernel, parameters); }},
+                      stream);
 }
 
 #define PKV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                 \

@@ -160,8 +160,12 @@ static void end_switch(void *fake_stack)
     }
 }
 #else
-static void begin_switch(struct fiber *, const struct fiber *, bool) {}
-static void end_switch(void *) {}
+static void begin_switch(struct fiber *, const struct fiber *, bool)
+{
+}
+static void end_switch(void *)
+{
+}
 #endif
 
 static thread_local void (*first_entry)(void);

@@ -69,10 +69,8 @@ static void download(struct operands *operands, struct operand *operand, void *d
 extern "C" struct operands *operands_upload(const pkv_step_io *io, size_t rows, size_t query_heads,
                                             size_t kv_heads, size_t d, pkv_step_io *on_device)
 {
-    const size_t k =
-        extent(io->k.dtype, rows, kv_heads, d, io->k.token_stride, io->k.head_stride);
-    const size_t v =
-        extent(io->v.dtype, rows, kv_heads, d, io->v.token_stride, io->v.head_stride);
+    const size_t k = extent(io->k.dtype, rows, kv_heads, d, io->k.token_stride, io->k.head_stride);
+    const size_t v = extent(io->v.dtype, rows, kv_heads, d, io->v.token_stride, io->v.head_stride);
     const size_t q =
         extent(io->q.dtype, rows, query_heads, d, io->q.token_stride, io->q.head_stride);
     const size_t out =
@@ -104,8 +102,8 @@ extern "C" void operands_download(struct operands *operands, const pkv_step_io *
     download(operands, &operands->out, io->out.data);
     download(operands, &operands->lse, io->lse);
     require(cudaStreamSynchronize(operands->stream));
-    for (struct operand *operand : {&operands->q, &operands->k, &operands->v, &operands->out,
-                                    &operands->lse})
+    for (struct operand *operand :
+         {&operands->q, &operands->k, &operands->v, &operands->out, &operands->lse})
         require(cudaFree(operand->block));
     require(cudaStreamDestroy(operands->stream));
     delete operands;

@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <sys/mman.h>
+#include <unistd.h>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -35,6 +36,7 @@
 
 struct operation {
     std::function<void()> run;
+    bool kernel;
 };
 
 struct cuda_host_graph {
@@ -53,9 +55,10 @@ struct cuda_host_event {
 
 static std::mutex lock;
 static unsigned char *arena;
-static size_t arena_end; /* of what was ever in use */
+static unsigned char *view;
+static pid_t owner;
+static size_t arena_end;                /* of what was ever in use */
 static std::map<size_t, size_t> blocks; /* offset to bytes */
-static std::map<size_t, size_t> fresh;  /* those that are still to be filled */
 static size_t memory_bytes = (size_t)1 << 30;
 static size_t memory_used;
 static std::map<void *, size_t> pinned;
@@ -73,13 +76,12 @@ static cudaError_t failed(cudaError_t error)
 
 /* ---- Memory ---- */
 
+/* Kernels see device memory where it is of no use to anybody else; the runtime has another view of
+ * it, as changing what pages allow takes long. */
 static void open_arena(void)
 {
     if (arena && mprotect(arena, arena_end, PROT_READ | PROT_WRITE) != 0)
         cuda_host_stop("mprotect failed");
-    for (const auto &block : fresh)
-        memset(arena + block.first, 0xff, block.second);
-    fresh.clear();
 }
 
 static void close_arena(void)
@@ -88,14 +90,40 @@ static void close_arena(void)
         cuda_host_stop("mprotect failed");
 }
 
-static void reserve_arena(void)
+/* What is at an address of the arena, for the runtime. */
+static void *own_view(const void *pointer)
 {
-    void *space = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                       -1, 0);
+    return view + ((const unsigned char *)pointer - arena);
+}
+
+static void *map_arena(int file, int protection)
+{
+    void *space = mmap(NULL, ARENA_BYTES, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
 
     if (space == MAP_FAILED)
         cuda_host_stop("no address space for device memory");
-    arena = (unsigned char *)space;
+    return space;
+}
+
+/* A process that has been forked gets memory of its own. */
+static void reserve_arena(void)
+{
+    int file;
+
+    if (arena && owner == getpid())
+        return;
+    if (arena) {
+        munmap(arena, ARENA_BYTES);
+        munmap(view, ARENA_BYTES);
+    }
+    file = memfd_create("cuda_host", 0);
+    if (file < 0 || ftruncate(file, (off_t)ARENA_BYTES) != 0)
+        cuda_host_stop("no file for device memory");
+    arena = (unsigned char *)map_arena(file, PROT_NONE);
+    view = (unsigned char *)map_arena(file, PROT_READ | PROT_WRITE);
+    arena_end = 0;
+    owner = getpid();
+    close(file);
 }
 
 static bool in_arena(const void *pointer)
@@ -122,7 +150,7 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes)
         return cudaSuccess;
     if (bytes > memory_bytes - memory_used || memory_used > memory_bytes)
         return failed(cudaErrorMemoryAllocation);
-    if (arena == NULL)
+    if (blocks.empty())
         reserve_arena();
     for (const auto &block : blocks) {
         if (at + bytes <= block.first)
@@ -142,7 +170,7 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes)
         arena_end = end;
     }
     ASAN_UNPOISON_MEMORY_REGION(arena + at, bytes);
-    fresh[at] = bytes;
+    memset(view + at, 0xff, bytes);
     *pointer = arena + at;
     return cudaSuccess;
 }
@@ -156,14 +184,13 @@ cudaError_t cudaFree(void *pointer)
     if (refuse_capture())
         return failed(cudaErrorStreamCaptureUnsupported);
 
-    auto block = in_arena(pointer) ? blocks.find((size_t)((unsigned char *)pointer - arena))
-                                   : blocks.end();
+    auto block =
+        in_arena(pointer) ? blocks.find((size_t)((unsigned char *)pointer - arena)) : blocks.end();
 
     if (block == blocks.end())
         cuda_host_stop("cudaFree(%p): no such block", pointer);
     ASAN_POISON_MEMORY_REGION(pointer, block->second);
     memory_used -= block->second;
-    fresh.erase(block->first);
     blocks.erase(block);
     return cudaSuccess;
 }
@@ -231,28 +258,34 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 /* ---- Streams ---- */
 
 /* Under the lock. */
-static void enqueue(cudaStream_t stream, std::function<void()> run)
+static void enqueue(cudaStream_t stream, std::function<void()> run, bool kernel)
 {
     if (stream == NULL)
         cuda_host_stop("the legacy default stream is used");
-    (stream->capture ? stream->capture->operations : stream->queue).push_back(operation{run});
+    (stream->capture ? stream->capture->operations : stream->queue)
+        .push_back(operation{run, kernel});
 }
 
 /* Under the lock. */
 static void run_queue(cudaStream_t stream)
 {
     fenv_t modes;
+    bool open = false;
 
     if (stream->queue.empty())
         return;
     /* A device has modes of its own. */
     fegetenv(&modes);
     fesetenv(FE_DFL_ENV);
-    open_arena();
-    for (struct operation &operation : stream->queue)
+    for (struct operation &operation : stream->queue) {
+        if (operation.kernel && !open)
+            open_arena();
+        open = open || operation.kernel;
         operation.run();
+    }
     stream->queue.clear();
-    close_arena();
+    if (open)
+        close_arena();
     fesetenv(&modes);
 }
 
@@ -305,7 +338,12 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
         cuda_host_stop("cudaMemcpyAsync of %zu bytes to %p, which is elsewhere", bytes, to);
     if (from_device ? !on_device(from, bytes) : in_arena(from))
         cuda_host_stop("cudaMemcpyAsync of %zu bytes from %p, which is elsewhere", bytes, from);
-    enqueue(stream, [=]() { memcpy(to, from, bytes); });
+    enqueue(
+        stream,
+        [=]() {
+            memcpy(to_device ? own_view(to) : to, from_device ? own_view(from) : from, bytes);
+        },
+        false);
     return cudaSuccess;
 }
 
@@ -317,7 +355,8 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
         return cudaSuccess;
     if (!on_device(to, bytes))
         cuda_host_stop("cudaMemsetAsync of %zu bytes at %p, which is elsewhere", bytes, to);
-    enqueue(stream, [=]() { memset(to, value, bytes); });
+    enqueue(
+        stream, [=]() { memset(own_view(to), value, bytes); }, false);
     return cudaSuccess;
 }
 
@@ -357,15 +396,18 @@ void cuda_host_enqueue(struct cuda_host_launch launch, cudaStream_t stream)
     std::lock_guard<std::mutex> guard(lock);
 
     check_launch(launch);
-    enqueue(stream, [launch]() {
-        if (!seeded) {
-            const char *value = getenv("PUZZLEKV_TEST_SEED");
+    enqueue(
+        stream,
+        [launch]() {
+            if (!seeded) {
+                const char *value = getenv("PUZZLEKV_TEST_SEED");
 
-            seed = value ? strtoull(value, NULL, 10) : 0;
-            seeded = true;
-        }
-        cuda_host_run(launch, seed++);
-    });
+                seed = value ? strtoull(value, NULL, 10) : 0;
+                seeded = true;
+            }
+            cuda_host_run(launch, seed++);
+        },
+        true);
 }
 
 /* ---- Graphs ---- */
@@ -420,7 +462,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream)
     std::lock_guard<std::mutex> guard(lock);
 
     for (const struct operation &operation : executable->operations)
-        enqueue(stream, operation.run);
+        enqueue(stream, operation.run, operation.kernel);
     return cudaSuccess;
 }
 
@@ -454,12 +496,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     std::lock_guard<std::mutex> guard(lock);
 
-    enqueue(stream, [event]() {
-        struct timespec now;
+    enqueue(
+        stream,
+        [event]() {
+            struct timespec now;
 
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        event->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-    });
+            clock_gettime(CLOCK_MONOTONIC, &now);
+            event->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+        },
+        false);
     return cudaSuccess;
 }
 
