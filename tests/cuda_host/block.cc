@@ -193,7 +193,7 @@ void cuda_host_meet(struct cuda_host_site site, unsigned mask, void *mine,
     const unsigned first = block->current - lane;
     struct thread *warp = &block->threads[first];
     struct thread *self = &warp[lane];
-    void *lanes[32] = {};
+    void *lanes[32];
 
     if ((mask >> lane & 1) == 0)
         cuda_host_stop("%s:%d: %s: the mask %08x leaves out lane %u, which calls it", site.file,
@@ -212,8 +212,9 @@ void cuda_host_meet(struct cuda_host_site site, unsigned mask, void *mine,
             wait(block);
             return;
         }
-        lanes[i] = warp[i].brought;
     }
+    for (unsigned i = 0; i < 32; i++)
+        lanes[i] = mask >> i & 1 ? warp[i].brought : NULL;
     all(site, lanes);
     for (unsigned i = 0; i < 32; i++) {
         if ((mask >> i & 1) == 0)
