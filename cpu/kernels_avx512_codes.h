@@ -19,7 +19,7 @@
 #define LOG2_E     0x1.715476p+0f
 
 /* Rows of words in pairs: one vector of each two rows side by side, 4 words of each in turn. */
-typedef int16_t narrow_words[FEW][LANES];
+typedef int16_t narrow_words[FEW][LANES] __attribute__((aligned(64)));
 
 /* What the stages of a page leave for the next ones. A vector "of rows" has row i in every element
  * that is i modulo FEW. */
@@ -30,12 +30,12 @@ struct page_work {
     __m512 weight;        /* of rows: 2^(top - m) */
     float key_scale;      /* the largest of those of R_K */
     float value_scale;    /* the largest of those of L_V */
-    int16_t p[FEW][FEW_PAGE];
+    _Alignas(64) int16_t p[FEW][FEW_PAGE];
 };
 
 /* Queries and running states of the rows. */
 struct codes_rows {
-    int16_t q[FEW * MAX_SPLIT];
+    _Alignas(64) int16_t q[FEW * MAX_SPLIT];
     __m512 q_scale; /* of rows; times log2(e) */
     __m512 m;       /* of rows, times log2(e) */
     __m512 l[FEW];  /* in parts */
@@ -77,12 +77,6 @@ INLINE size_t packed_pair(size_t i)
     return 2 * (i % 8 / 2 * 4 + i / 8 * 2 + i % 2);
 }
 
-/* Pair i of a row of narrow words. */
-INLINE const int16_t *narrow_pair(narrow_words words, size_t row, size_t i)
-{
-    return words[row / 2 * 2] + row % 2 * 4 + i / 2 * 8 + i % 2 * 2;
-}
-
 /* The same row of a vector of rows everywhere. */
 INLINE __m512 of_row(__m512 rows, size_t i)
 {
@@ -121,11 +115,13 @@ INLINE float largest_scale(__m512i f16)
     return _mm_cvtss_f32(_mm_cvtph_ps(largest));
 }
 
-/* 2^x within 2^-13; 0 for what is far below 0. */
+/* 2^x within 2^-13 for x <= 0; 2^-60 for what is below, so that nothing underflows, which is slow.
+ */
 INLINE __m512 power_low(__m512 x)
 {
-    __m512 n = _mm512_roundscale_ps(x, 8);
-    __m512 r = _mm512_sub_ps(x, n);
+    __m512 above = _mm512_max_ps(_mm512_set1_ps(-60.0f), x); /* NaN stays NaN */
+    __m512 n = _mm512_roundscale_ps(above, 8);
+    __m512 r = _mm512_sub_ps(above, n);
     __m512 p = _mm512_set1_ps(0x1.c6b08ep-5f);
 
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.ebfbe0p-3f));
@@ -177,7 +173,26 @@ INLINE void codes_zero(size_t rows, __m512i sum[FEW][2])
 
 /* ---- Products ---- */
 
-/* The sums of 32 rows of a tall matrix of up to 16 columns, in two parts, from packed words. */
+/* sum += the pair of words at `pair` of each row times bits 4 n .. of lanes; the second part if n
+ * is odd. Rows are narrow ones, side by side, or lie ldw words apart. */
+INLINE void add_codes(size_t rows, __m512i lanes, unsigned n, const int16_t *pair, bool narrow,
+                      size_t ldw, __m512i sum[FEW][2])
+{
+    __m512i b = codes_at(lanes, n);
+
+    /* Written out: clang leaves a loop here as it is. */
+#define ADD(i)                                                                                     \
+    if (i < rows)                                                                                  \
+    sum[i][n % 2] =                                                                                \
+        dot_words(sum[i][n % 2], b, pair + (narrow ? i / 2 * 2 * LANES + i % 2 * 4 : i * ldw))
+    ADD(0);
+    ADD(1);
+    ADD(2);
+    ADD(3);
+#undef ADD
+}
+
+/* Adds the products of 32 packed words by as many rows of a tall matrix of up to 16 columns. */
 INLINE void add_tall(size_t rows, size_t columns, const unsigned char *codes, const int16_t *words,
                      size_t ldw, __m512i sum[FEW][2])
 {
@@ -185,15 +200,10 @@ INLINE void add_tall(size_t rows, size_t columns, const unsigned char *codes, co
     for (size_t g = 0; g < 4; g++) {
         __m512i lanes = load_bits(codes + g * columns * sizeof(uint32_t));
 
-        UNROLL
-        for (unsigned n = 0; n < 4; n++) {
-            __m512i b = codes_at(lanes, n);
-
-            UNROLL
-            for (size_t i = 0; i < rows; i++)
-                sum[i][n % 2] =
-                    dot_words(sum[i][n % 2], b, words + i * ldw + packed_pair(4 * g + n));
-        }
+        add_codes(rows, lanes, 0, words + packed_pair(4 * g), false, ldw, sum);
+        add_codes(rows, lanes, 1, words + packed_pair(4 * g + 1), false, ldw, sum);
+        add_codes(rows, lanes, 2, words + packed_pair(4 * g + 2), false, ldw, sum);
+        add_codes(rows, lanes, 3, words + packed_pair(4 * g + 3), false, ldw, sum);
     }
 }
 
@@ -201,43 +211,34 @@ INLINE void add_tall(size_t rows, size_t columns, const unsigned char *codes, co
 INLINE void multiply_wide(size_t rows, size_t k, size_t half, size_t j, const unsigned char *codes,
                           narrow_words words, __m512i sum[FEW][2])
 {
-    const unsigned char *tail = codes + k / 4 * half * sizeof(uint32_t);
-    size_t p = 0;
+    const size_t fours = k / 4;
+    const unsigned char *tail = codes + fours * half * sizeof(uint32_t);
 
-#define ADD(lanes, bits, pair)                                                                     \
-    do {                                                                                           \
-        __m512i b = codes_at(lanes, bits);                                                         \
-                                                                                                   \
-        UNROLL                                                                                     \
-        for (size_t i = 0; i < rows; i++)                                                          \
-            sum[i][(bits) % 2] = dot_words(sum[i][(bits) % 2], b, narrow_pair(words, i, pair));    \
-    } while (0)
     codes_zero(rows, sum);
-    for (; p + 4 <= k; p += 4) {
-        __m512i lanes = load_bits(codes + p * half + j * sizeof(uint32_t));
+    for (size_t g = 0; g < fours; g++) {
+        __m512i lanes = load_bits(codes + (g * half + j) * sizeof(uint32_t));
 
-        ADD(lanes, 0, p / 2);
-        ADD(lanes, 1, p / 2);
-        ADD(lanes, 2, p / 2 + 1);
-        ADD(lanes, 3, p / 2 + 1);
+        add_codes(rows, lanes, 0, words[0] + 8 * g, true, 0, sum);
+        add_codes(rows, lanes, 1, words[0] + 8 * g, true, 0, sum);
+        add_codes(rows, lanes, 2, words[0] + 8 * g + 2, true, 0, sum);
+        add_codes(rows, lanes, 3, words[0] + 8 * g + 2, true, 0, sum);
     }
-    if (k - p >= 2) {
+    if (k & 2) {
         __m512i lanes = _mm512_cvtepu8_epi16(
             _mm256_loadu_si256((const __m256i *)(const void *)(tail + j * sizeof(uint16_t))));
 
-        ADD(lanes, 0, p / 2);
-        ADD(lanes, 1, p / 2);
-        p += 2;
+        add_codes(rows, lanes, 0, words[0] + 8 * fours, true, 0, sum);
+        add_codes(rows, lanes, 1, words[0] + 8 * fours, true, 0, sum);
         tail += half * sizeof(uint16_t);
     }
-    if (p < k) {
+    if (k & 1) {
+        const size_t pair = 8 * fours + (k & 2);
         __m512i lanes =
             _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(tail + j)));
 
-        ADD(lanes, 0, p / 2);
-        ADD(lanes, 1, p / 2);
+        add_codes(rows, lanes, 0, words[0] + pair, true, 0, sum);
+        add_codes(rows, lanes, 1, words[0] + pair, true, 0, sum);
     }
-#undef ADD
 }
 
 /* ---- Stages ---- */
@@ -252,7 +253,7 @@ INLINE void stage_right_keys(size_t rows, const struct codes_rows *state, const 
     const size_t rank = k[0].columns;
     const unsigned char *scales = page + k[0].scales;
     __m512i top = load_bits(scales);
-    int16_t q[FEW * MAX_SPLIT];
+    _Alignas(64) int16_t q[FEW * MAX_SPLIT];
     __m512i sum[FEW][2];
     __m512 up, left;
 
@@ -317,12 +318,11 @@ INLINE void raise_maxima(size_t rows, __m512 top, size_t d, struct codes_rows *s
     __mmask16 above = _mm512_cmp_ps_mask(top, _mm512_add_ps(state->m, slack), _CMP_NLE_UQ);
 
     if (__builtin_expect(above != 0, 0)) {
-        __m512 before = state->m;
+        const __m512 before = state->m;
         float scale[LANES];
 
-        state->m = _mm512_mask_mov_ps(state->m, above, top);
-        before = _mm512_max_ps(_mm512_set1_ps(-1000.0f), _mm512_sub_ps(before, state->m));
-        _mm512_storeu_ps(scale, power_low(before));
+        state->m = _mm512_mask_mov_ps(before, above, top);
+        _mm512_storeu_ps(scale, power_low(_mm512_sub_ps(before, state->m)));
         for (size_t i = 0; i < rows; i++) {
             vector_f32 factor = splat(above >> i & 1 ? scale[i] : 1.0f);
 
