@@ -344,7 +344,7 @@ static void put_bits(uint8_t *to, size_t bytes, uint32_t lane)
 static void put_code(uint8_t *codes, bool tall, size_t rows, size_t columns, size_t i, size_t j,
                      int code)
 {
-    size_t half = columns / 2;
+    size_t half = tall ? columns : columns / 2;
     size_t whole = rows / 4 * 4;
     size_t bytes = 4;
     size_t bit = i % 2 * 16 + i / 2 * 8 % 16 + j / half * 4;
