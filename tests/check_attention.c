@@ -323,11 +323,18 @@ static void check_outputs(const struct shape *shape, pkv_dtype dtype, const char
 static const char *isas[TESTS_ISAS];
 static size_t n_isas;
 
+/* Where a GPU is emulated each shape has one type: the types differ in how elements are loaded. */
+static bool is_tested(size_t shape, int type)
+{
+    return tests_on_cpu() || (shape + (size_t)type) % 3 == 0;
+}
+
 START_TEST(outputs)
 {
     for (size_t i = 0; i < SHAPES; i++)
-        check_outputs(&shapes[i], (pkv_dtype)(_i % 3), isas[_i / 3],
-                      splits[(i + (size_t)_i) % SPLITS]);
+        if (is_tested(i, _i))
+            check_outputs(&shapes[i], (pkv_dtype)(_i % 3), isas[_i / 3],
+                          splits[(i + (size_t)_i) % SPLITS]);
 }
 END_TEST
 
@@ -337,7 +344,7 @@ START_TEST(outputs_of_int4)
     for (size_t i = 0; i < SHAPES; i++) {
         struct shape shape = with_form(&shapes[i], 3 - (int)((i + (size_t)_i) % 3));
 
-        if (shape.rank_k > 0)
+        if (shape.rank_k > 0 && is_tested(i, _i))
             check_outputs(&shape, (pkv_dtype)(_i % 3), isas[_i / 3],
                           splits[(i + 1 + (size_t)_i) % SPLITS]);
     }

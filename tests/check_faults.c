@@ -256,6 +256,11 @@ static pkv_status call_cache_message(struct world *world)
     return tested(world, const char *, pkv_cache_message(world->cache)) ? PKV_OK : PKV_ERROR_VALUE;
 }
 
+static pkv_status call_cache_backend(struct world *world)
+{
+    return *tested(world, const char *, pkv_cache_backend(world->cache)) ? PKV_OK : PKV_ERROR_VALUE;
+}
+
 static pkv_status call_cache_isa(struct world *world)
 {
     return *tested(world, const char *, pkv_cache_isa(world->cache)) ? PKV_OK : PKV_ERROR_VALUE;
@@ -464,6 +469,7 @@ static const struct fault {
     pkv_status (*call)(struct world *world);
     bool allocates;
 } faults[] = {
+    {"pkv_cache_backend", call_cache_backend, false},
     {"pkv_cache_close", call_cache_close, false},
     {"pkv_cache_digest", call_cache_digest, false},
     {"pkv_cache_isa", call_cache_isa, false},
