@@ -491,14 +491,15 @@ START_TEST(splits_change_no_contents)
 {
     static const size_t more[][12] = {{336}, {8, 328}, {335, 1}, {5, 3, 8, 16, 24, 7, 1, 9, 263}};
     const struct shape shape = with_form(&small, _i);
+    const size_t stride = tests_on_cpu() ? 1 : 3; /* some of it where a GPU is emulated */
 
-    for (int type = 0; type < 3; type++) {
+    for (int type = _i % (int)stride; type < 3; type += (int)stride) {
         struct stream stream = make_stream(&shape, SPLIT_TOKENS, 9);
         uint64_t expected = run_stream(&shape, (pkv_dtype)type, 2, &stream, splits[0]);
 
-        for (size_t i = 1; i < SPLITS; i++)
+        for (size_t i = stride; i < SPLITS; i += stride)
             ck_assert_uint_eq(run_stream(&shape, (pkv_dtype)type, 2, &stream, splits[i]), expected);
-        for (size_t i = 0; i < sizeof more / sizeof *more; i++)
+        for (size_t i = 0; i < sizeof more / sizeof *more; i += stride)
             ck_assert_uint_eq(run_stream(&shape, (pkv_dtype)type, 2, &stream, more[i]), expected);
         free_stream(&stream);
     }
