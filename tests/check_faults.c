@@ -504,21 +504,6 @@ static const struct fault {
 
 #define FAULTS (sizeof faults / sizeof *faults)
 
-static size_t count_files(void)
-{
-    char command[TESTS_FOLDER_BYTES + 32];
-    size_t n = 0;
-    FILE *list;
-
-    snprintf(command, sizeof command, "ls -A '%s'", folder);
-    list = popen(command, "r");
-    ck_assert_ptr_nonnull(list);
-    for (int c; (c = fgetc(list)) != EOF;)
-        n += c == '\n';
-    pclose(list);
-    return n;
-}
-
 static void starve(const struct fault *fault, pkv_factors factors, pkv_solver solver, bool forever)
 {
     struct world *world = open_world(factors, solver);
@@ -547,7 +532,7 @@ static void starve(const struct fault *fault, pkv_factors factors, pkv_solver so
                   world->calls, failures);
     ck_assert_msg((failures > 0) == fault->allocates, "%s: %zu allocations", fault->function,
                   failures);
-    ck_assert_uint_eq(count_files(), 1);
+    ck_assert_uint_eq(tests_count_files(folder), 1);
     close_world(world);
 }
 

@@ -992,21 +992,6 @@ static const char *path_of(const char *name)
     return path;
 }
 
-static size_t files_in_folder(void)
-{
-    char command[TESTS_FOLDER_BYTES + 32];
-    size_t n = 0;
-    FILE *list;
-
-    snprintf(command, sizeof command, "ls -A '%s'", folder);
-    list = popen(command, "r");
-    ck_assert_ptr_nonnull(list);
-    for (int c; (c = fgetc(list)) != EOF;)
-        n += c == '\n';
-    pclose(list);
-    return n;
-}
-
 static void write_file(const char *path, const void *data, size_t bytes, const char *mode)
 {
     FILE *file = fopen(path, mode);
@@ -1061,7 +1046,7 @@ START_TEST(files)
     ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("s"), &copy), PKV_OK);
     ck_assert_uint_eq(digest_of(copy), digest_of(seq));
     ck_assert_int_eq(pkv_seq_close(copy), PKV_OK);
-    ck_assert_uint_eq(files_in_folder(), 2);
+    ck_assert_uint_eq(tests_count_files(folder), 2);
 
     /* A byte too many, and what is no file. */
     write_file(path_of("s"), "", 1, "ab");
@@ -1084,7 +1069,7 @@ START_TEST(files)
     ck_assert_int_eq(mkfifo(path_of("pipe"), 0600), 0);
     ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("pipe")), PKV_ERROR_IO);
     ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("pipe"), &copy), PKV_ERROR_IO);
-    ck_assert_uint_eq(files_in_folder(), 3);
+    ck_assert_uint_eq(tests_count_files(folder), 3);
     free(back);
     free(file.data);
     pkv_cache_close(cache);
@@ -1170,7 +1155,7 @@ START_TEST(system_calls_fail)
         ck_assert_int_eq(pkv_seq_save_file(seq, &session, path_of("s")), PKV_ERROR_IO);
         wanted.call = NO_CALL;
         ck_assert_str_eq(pkv_cache_message(cache), failures[i].message);
-        ck_assert_uint_eq(files_in_folder(), 1);
+        ck_assert_uint_eq(tests_count_files(folder), 1);
         ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("s"), &copy), PKV_OK);
         ck_assert_uint_eq(digest_of(copy), digest_of(failures[i].replaced ? seq : old));
         ck_assert_int_eq(pkv_seq_close(copy), PKV_OK);
@@ -1236,7 +1221,7 @@ START_TEST(full_disk)
         }
         ck_assert_int_eq(waitpid(child, &status, 0), child);
         ck_assert_int_eq(status, 0);
-        ck_assert_uint_eq(files_in_folder(), 1);
+        ck_assert_uint_eq(tests_count_files(folder), 1);
         ck_assert_int_eq(pkv_seq_load_file(cache, &loaded, path_of("s"), &copy), PKV_OK);
         ck_assert_uint_eq(digest_of(copy), digest);
         ck_assert_int_eq(pkv_seq_close(copy), PKV_OK);
@@ -1257,7 +1242,7 @@ START_TEST(killed_while_saving)
     size_t files;
 
     ck_assert_int_eq(pkv_seq_save_file(seqs[0], &session, path_of("s")), PKV_OK);
-    files = files_in_folder();
+    files = tests_count_files(folder);
     tests_seed(11);
     for (int i = 0; i < 100; i++) {
         pid_t child = fork();
@@ -1276,8 +1261,8 @@ START_TEST(killed_while_saving)
         ck_assert(digest == digest_of(seqs[0]) || digest == digest_of(seqs[1]));
         ck_assert_int_eq(pkv_seq_close(copy), PKV_OK);
         /* The temporary file of the save that was cut short, if that. */
-        ck_assert_uint_le(files_in_folder(), files + 1);
-        files = files_in_folder();
+        ck_assert_uint_le(tests_count_files(folder), files + 1);
+        files = tests_count_files(folder);
     }
     pkv_cache_close(cache);
 }

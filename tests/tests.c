@@ -211,6 +211,18 @@ void tests_make_folder(char folder[TESTS_FOLDER_BYTES])
     ck_assert_ptr_nonnull(mkdtemp(folder));
 }
 
+size_t tests_count_files(const char *folder)
+{
+    DIR *stream = opendir(folder);
+    size_t n = 0;
+
+    ck_assert_ptr_nonnull(stream);
+    for (const struct dirent *entry; (entry = readdir(stream)) != NULL;)
+        n += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
+    closedir(stream);
+    return n;
+}
+
 void tests_remove_folder(const char *folder)
 {
     DIR *stream = opendir(folder);

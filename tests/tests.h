@@ -58,6 +58,7 @@ json_t *tests_json(const char *path);
 /* A new folder for files that a test writes; removed with the files in it. */
 #define TESTS_FOLDER_BYTES 256
 void tests_make_folder(char folder[TESTS_FOLDER_BYTES]);
+size_t tests_count_files(const char *folder);
 void tests_remove_folder(const char *folder);
 
 /* Adds Fisher information, k and v [layers], to a calibration of `puzzlekv-eval calibrate`, as
