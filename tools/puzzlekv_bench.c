@@ -7,9 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "command.h"
 #include "options.h"
 #include "policies/policy.h"
-#include "runner/file_map.h"
 #include "shapes.h"
 
 /* ---- Commands and their options -------------------------------------------------------------- */
@@ -26,8 +26,7 @@ enum {
     OPTION_KV,
     OPTION_DTYPE,
     OPTION_JSON,
-    OPTION_CSV,
-    OPTION_IDS /* how many there are */
+    OPTION_CSV
 };
 
 /* clang-format off */
@@ -87,60 +86,44 @@ static const struct option_row model_rows[] = {
     OPTION_ROWS_COMMON,
 };
 
-struct command {
-    const char *name;
-    struct option_table table;
-    int required[4]; /* ids of options, 0 after the last */
+struct bench_command {
     size_t default_repeats;
     bool (*run)(const struct bench_arguments *arguments, struct error *error);
 };
 
-#define TABLE(usage, summary, rows)                                                                \
-    {                                                                                              \
-        usage, summary, rows, sizeof(rows) / sizeof *(rows)                                        \
-    }
+static const struct bench_command storage_command = {1, bench_storage};
+static const struct bench_command attention_command = {11, bench_attention};
+static const struct bench_command factorize_command = {11, bench_factorize};
+static const struct bench_command model_command = {5, bench_model};
 
 static const struct command commands[] = {
     {"storage",
-     TABLE("puzzlekv-bench storage --shape NAME --tokens N [--kv SPEC]... [OPTION]...",
-           "Exact bytes of one sequence's cache; nothing is computed.", storage_rows),
+     COMMAND_TABLE("puzzlekv-bench storage --shape NAME --tokens N [--kv SPEC]... [OPTION]...",
+                   "Exact bytes of one sequence's cache; nothing is computed.", storage_rows),
      {OPTION_SHAPE, OPTION_TOKENS},
-     1,
-     bench_storage},
+     &storage_command},
     {"attention",
-     TABLE("puzzlekv-bench attention --shape NAME --tokens N [--kv SPEC]... [OPTION]...",
-           "Time of attention when a token is decoded, over the storage of all layers.",
-           attention_rows),
+     COMMAND_TABLE("puzzlekv-bench attention --shape NAME --tokens N [--kv SPEC]... [OPTION]...",
+                   "Time of attention when a token is decoded, over the storage of all layers.",
+                   attention_rows),
      {OPTION_SHAPE, OPTION_TOKENS},
-     11,
-     bench_attention},
+     &attention_command},
     {"factorize",
-     TABLE("puzzlekv-bench factorize --shape NAME --pages N [--solver NAME]... [OPTION]...",
-           "Time that solvers take to turn pages into factors.", factorize_rows),
+     COMMAND_TABLE("puzzlekv-bench factorize --shape NAME --pages N [--solver NAME]... [OPTION]...",
+                   "Time that solvers take to turn pages into factors.", factorize_rows),
      {OPTION_SHAPE, OPTION_PAGES},
-     11,
-     bench_factorize},
+     &factorize_command},
     {"model",
-     TABLE("puzzlekv-bench model (MODEL | --shape NAME) --prompt-tokens N --predict M "
-           "[--kv SPEC]...\n                            [OPTION]...",
-           "Time to the first token and per further one, of a model file or of random weights.",
-           model_rows),
+     COMMAND_TABLE(
+         "puzzlekv-bench model (MODEL | --shape NAME) --prompt-tokens N --predict M "
+         "[--kv SPEC]...\n                            [OPTION]...",
+         "Time to the first token and per further one, of a model file or of random weights.",
+         model_rows),
      {OPTION_PROMPT_TOKENS, OPTION_PREDICT},
-     5,
-     bench_model},
+     &model_command},
 };
 
-#define COMMAND_COUNT (sizeof commands / sizeof *commands)
 #define COMMAND_NAMES "storage, attention, factorize, model"
-
-static const struct command *find_command(const char *name)
-{
-    for (size_t i = 0; i < COMMAND_COUNT; i++) {
-        if (strcmp(commands[i].name, name) == 0)
-            return &commands[i];
-    }
-    return NULL;
-}
 
 /* ---- The command line ------------------------------------------------------------------------ */
 
@@ -163,8 +146,24 @@ static bool add_solver(struct bench_arguments *a, const char *name, struct error
     return error_set(error, "--solver: \"%.40s\" is not one of %s", name, BENCH_SOLVER_NAMES);
 }
 
-static bool set_option(struct bench_arguments *a, int id, const char *value, struct error *error)
+static bool begin(const struct command *command, size_t words, void *arguments, struct error *error)
 {
+    const struct bench_command *own = command->own;
+    struct bench_arguments *a = arguments;
+
+    *a = (struct bench_arguments){.threads = machine_threads(),
+                                  .batch = 1,
+                                  .repeats = own->default_repeats,
+                                  .dtype = PKV_BF16};
+    a->kv = calloc(words + 2, sizeof *a->kv);
+    a->solvers = calloc(words + BENCH_SOLVER_COUNT, sizeof *a->solvers);
+    return (a->kv != NULL && a->solvers != NULL) || error_set(error, "out of memory");
+}
+
+static bool set(void *arguments, int id, const char *value, struct error *error)
+{
+    struct bench_arguments *a = arguments;
+
     switch (id) {
     case 't':
         return option_threads(value, &a->threads, error);
@@ -200,63 +199,36 @@ static bool set_option(struct bench_arguments *a, int id, const char *value, str
     return false;
 }
 
-enum wish { WISH_RUN, WISH_HELP, WISH_VERSION };
-
-/* Reads the command line behind the command; everything that it alone shows to be wrong fails. */
-static bool read_arguments(const struct command *command, int argc, char **argv,
-                           struct bench_arguments *a, enum wish *wish, struct error *error)
+/* A model is a file or a shape. */
+static bool operands(const struct command *command, int argc, char **argv, void *arguments,
+                     struct error *error)
 {
-    bool seen[OPTION_IDS] = {false};
     const char *const operand = "MODEL";
-    const char *value;
-    int id;
+    struct bench_arguments *a = arguments;
 
-    *a = (struct bench_arguments){.threads = machine_threads(),
-                                  .batch = 1,
-                                  .repeats = command->default_repeats,
-                                  .dtype = PKV_BF16};
-    *wish = WISH_RUN;
-    a->kv = calloc((size_t)argc + 2, sizeof *a->kv);
-    a->solvers = calloc((size_t)argc + BENCH_SOLVER_COUNT, sizeof *a->solvers);
-    if (a->kv == NULL || a->solvers == NULL)
-        return error_set(error, "out of memory");
-    for (;;) {
-        if (!options_next(&command->table, argc, argv, &id, &value, error))
-            return false;
-        if (id == OPTION_END)
-            break;
-        if (id == OPTION_HELP || id == OPTION_VERSION) {
-            *wish = id == OPTION_HELP ? WISH_HELP : WISH_VERSION;
-            return true;
-        }
-        if (!set_option(a, id, value, error))
-            return false;
-        seen[id] = true;
-    }
-    /* A model is a file or a shape. */
-    if (!options_operands(argc, argv, &operand, command->run == bench_model && a->shape == NULL,
-                          &a->file, error))
-        return false;
-    for (size_t i = 0; command->required[i] != 0; i++) {
-        for (size_t row = 0; row < command->table.count; row++) {
-            const struct option_row *option = &command->table.rows[row];
+    return options_operands(argc, argv, &operand, command->own == &model_command && !a->shape,
+                            &a->file, error);
+}
 
-            if (option->id == command->required[i] && !seen[option->id])
-                return error_set(error, "--%s %s: is missing; --help shows the usage", option->name,
-                                 option->argument);
-        }
-    }
+static bool check(const struct command *command, void *arguments, struct error *error)
+{
+    struct bench_arguments *a = arguments;
+
     if (a->json && a->csv)
         return error_set(error, "--json, --csv: give one or the other");
     if (a->kv_count == 0 && (!add_kv(a, "raw", error) || !add_kv(a, "puzzle", error)))
         return false;
-    for (size_t i = 0; i < BENCH_SOLVER_COUNT && !seen[OPTION_SOLVER]; i++)
-        a->solvers[a->solver_count++] = &bench_solvers[i];
+    if (a->solver_count == 0)
+        for (size_t i = 0; i < BENCH_SOLVER_COUNT; i++)
+            a->solvers[a->solver_count++] = &bench_solvers[i];
     for (size_t i = 0; i < a->kv_count && a->shape != NULL; i++) {
+        const struct policy *policy;
+
         if (!kv_spec_resolve(&a->kv[i].spec, &a->model, error))
             return false;
-        if (command->run == bench_attention && a->kv[i].spec.policy != &policy_puzzle &&
-            a->kv[i].spec.policy != &policy_puzzle_int4 && a->kv[i].spec.policy != &policy_raw)
+        policy = a->kv[i].spec.policy;
+        if (command->own == &attention_command && policy != &policy_puzzle &&
+            policy != &policy_puzzle_int4 && policy != &policy_raw)
             return error_set(error,
                              "--kv %.80s: attention takes the library's own, puzzle, puzzle-int4 "
                              "and raw",
@@ -265,20 +237,9 @@ static bool read_arguments(const struct command *command, int argc, char **argv,
     return true;
 }
 
-static bool print_help(const struct command *command, struct error *error)
+static bool run(const struct command *command, void *arguments, struct error *error)
 {
-    if (command != NULL)
-        return options_help(&command->table, error) &&
-               (command->run == bench_factorize || kv_spec_help(error));
-    printf("Usage: puzzlekv-bench COMMAND [OPTION]...\n"
-           "Measures bytes and speed of policies for the KV cache, side by side.\n"
-           "Commands: " COMMAND_NAMES ".\n");
-    for (size_t i = 0; i < COMMAND_COUNT; i++) {
-        putchar('\n');
-        if (!options_help(&commands[i].table, error))
-            return false;
-    }
-    return kv_spec_help(error);
+    return ((const struct bench_command *)command->own)->run(arguments, error);
 }
 
 /* ---- Shared by the commands ------------------------------------------------------------------ */
@@ -514,47 +475,23 @@ bool bench_report(const struct bench_arguments *arguments, json_t *members,
 
 int main(int argc, char **argv)
 {
-    const struct command *command = argc > 1 ? find_command(argv[1]) : NULL;
+    static const struct command_program program = {
+        .name = BENCH_PROGRAM,
+        .intro = "Usage: puzzlekv-bench COMMAND [OPTION]...\n"
+                 "Measures bytes and speed of policies for the KV cache, side by side.\n"
+                 "Commands: " COMMAND_NAMES ".\n",
+        .names = COMMAND_NAMES,
+        .commands = commands,
+        .count = sizeof commands / sizeof *commands,
+        .begin = begin,
+        .set = set,
+        .operands = operands,
+        .check = check,
+        .run = run,
+    };
     struct bench_arguments arguments = {.kv = NULL};
-    enum wish wish = WISH_RUN;
-    struct error error;
-    int code = EXIT_DONE;
+    int code = command_main(&program, argc, argv, &arguments);
 
-    machine_start_blas(BENCH_PROGRAM);
-    if (command != NULL) {
-        if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
-            code = EXIT_USAGE;
-    } else if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
-        wish = WISH_HELP;
-    } else if (argc > 1 && (strcmp(argv[1], "--version") == 0 || strcmp(argv[1], "-V") == 0)) {
-        wish = WISH_VERSION;
-    } else {
-        if (argc > 1)
-            error_set(&error, "%.40s: unknown command; there are: %s", argv[1], COMMAND_NAMES);
-        else
-            error_set(&error, "COMMAND: is missing; there are: %s", COMMAND_NAMES);
-        code = EXIT_USAGE;
-    }
-
-    if (code == EXIT_DONE) {
-        bool done;
-
-        if (wish == WISH_HELP) {
-            done = print_help(command, &error);
-        } else if (wish == WISH_VERSION) {
-            done = options_version(BENCH_PROGRAM, &error);
-        } else {
-            machine_calm_threads(argv);
-            interrupt_catch();
-            file_map_guard(BENCH_PROGRAM);
-            done = command->run(&arguments, &error);
-            progress_clear();
-        }
-        if (!done)
-            code = interrupt_seen() ? EXIT_INTERRUPTED : EXIT_FAILED;
-    }
-    if (code != EXIT_DONE)
-        error_print(BENCH_PROGRAM, &error);
     free(arguments.kv);
     free(arguments.solvers);
     return code;

@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "command.h"
 #include "options.h"
 #include "plot.h"
-#include "runner/file_map.h"
 #include "runner/tokenizer.h"
 
 /* ---- Commands and their options ----------------------------------------------------------------
@@ -32,8 +32,7 @@ enum {
     OPTION_CSV,
     OPTION_PLOT,
     OPTION_ABLATION,
-    OPTION_JSON,
-    OPTION_COUNT
+    OPTION_JSON
 };
 
 /* clang-format off */
@@ -138,100 +137,82 @@ static const struct option_row calibrate_rows[] = {
     OPTION_ROWS_COMMON,
 };
 
-struct command {
-    const char *name;
-    struct option_table table;
-    int required[5]; /* ids of options, 0 after the last */
+struct eval_command {
     const char *default_kv[2];
     pkv_dtype default_dtype;
     bool (*run)(const struct eval_arguments *arguments, struct error *error);
 };
 
-#define TABLE(usage, summary, rows)                                                                \
-    {                                                                                              \
-        usage, summary, rows, sizeof(rows) / sizeof *(rows)                                        \
-    }
+static const struct eval_command info_command = {{"raw", "puzzle"}, PKV_BF16, eval_info};
+static const struct eval_command tokenize_command = {{NULL}, PKV_BF16, eval_tokenize};
+static const struct eval_command logits_command = {{NULL}, PKV_F32, eval_logits};
+static const struct eval_command ppl_command = {{"raw", "puzzle"}, PKV_BF16, eval_ppl};
+static const struct eval_command ranks_command = {{NULL}, PKV_F32, eval_ranks};
+static const struct eval_command tasks_command = {{"raw", "puzzle"}, PKV_BF16, eval_tasks};
+static const struct eval_command generate_tasks_command = {{NULL}, PKV_BF16, eval_generate_tasks};
+static const struct eval_command calibrate_command = {{NULL}, PKV_F32, eval_calibrate};
 
 static const struct command commands[] = {
     {"info",
-     TABLE("puzzlekv-eval info MODEL [OPTION]...",
-           "Tells a model's geometry and its KV bytes at several lengths; reads no weights.",
-           info_rows),
+     COMMAND_TABLE(
+         "puzzlekv-eval info MODEL [OPTION]...",
+         "Tells a model's geometry and its KV bytes at several lengths; reads no weights.",
+         info_rows),
      {0},
-     {"raw", "puzzle"},
-     PKV_BF16,
-     eval_info},
+     &info_command},
     {"tokenize",
-     TABLE("puzzlekv-eval tokenize MODEL -f FILE [OPTION]...",
-           "Prints the token ids of a text as a JSON array; special tokens are parsed, no BOS is\n"
-           "added. MODEL may be a GGUF file with a vocabulary only.",
-           tokenize_rows),
+     COMMAND_TABLE(
+         "puzzlekv-eval tokenize MODEL -f FILE [OPTION]...",
+         "Prints the token ids of a text as a JSON array; special tokens are parsed, no BOS is\n"
+         "added. MODEL may be a GGUF file with a vocabulary only.",
+         tokenize_rows),
      {'f'},
-     {NULL},
-     PKV_BF16,
-     eval_tokenize},
+     &tokenize_command},
     {"logits",
-     TABLE("puzzlekv-eval logits MODEL --tokens FILE --prefill N --kv SPEC -o FILE [OPTION]...",
-           "Writes the logits after the first N tokens and after each further token fed alone.",
-           logits_rows),
+     COMMAND_TABLE(
+         "puzzlekv-eval logits MODEL --tokens FILE --prefill N --kv SPEC -o FILE [OPTION]...",
+         "Writes the logits after the first N tokens and after each further token fed alone.",
+         logits_rows),
      {OPTION_IDS, OPTION_PREFILL, OPTION_KV, 'o'},
-     {NULL},
-     PKV_F32,
-     eval_logits},
+     &logits_command},
     {"ppl",
-     TABLE("puzzlekv-eval ppl MODEL -f FILE --tokens N --prefill M [OPTION]...",
-           "Predicts the last N - M of the text's first N tokens under each policy, and compares\n"
-           "with the dense cache.",
-           ppl_rows),
+     COMMAND_TABLE(
+         "puzzlekv-eval ppl MODEL -f FILE --tokens N --prefill M [OPTION]...",
+         "Predicts the last N - M of the text's first N tokens under each policy, and compares\n"
+         "with the dense cache.",
+         ppl_rows),
      {'f', OPTION_TOKENS, OPTION_PREFILL},
-     {"raw", "puzzle"},
-     PKV_BF16,
-     eval_ppl},
+     &ppl_command},
     {"ranks",
-     TABLE("puzzlekv-eval ranks MODEL -f FILE [OPTION]...",
-           "Tells how much of the keys and values of a page few directions hold, on a text.",
-           ranks_rows),
+     COMMAND_TABLE(
+         "puzzlekv-eval ranks MODEL -f FILE [OPTION]...",
+         "Tells how much of the keys and values of a page few directions hold, on a text.",
+         ranks_rows),
      {'f'},
-     {NULL},
-     PKV_F32,
-     eval_ranks},
+     &ranks_command},
     {"tasks",
-     TABLE("puzzlekv-eval tasks MODEL FILE [OPTION]...",
-           "Answers the rows of FILE, JSON Lines in RULER's format, under each policy.",
-           tasks_rows),
+     COMMAND_TABLE("puzzlekv-eval tasks MODEL FILE [OPTION]...",
+                   "Answers the rows of FILE, JSON Lines in RULER's format, under each policy.",
+                   tasks_rows),
      {0},
-     {"raw", "puzzle"},
-     PKV_BF16,
-     eval_tasks},
+     &tasks_command},
     {"generate-tasks",
-     TABLE("puzzlekv-eval generate-tasks MODEL --task NAME --length N --rows N -o FILE [OPTION]...",
-           "Writes test rows in RULER's format, of an exact length in the model's tokens.",
-           generate_tasks_rows),
+     COMMAND_TABLE(
+         "puzzlekv-eval generate-tasks MODEL --task NAME --length N --rows N -o FILE [OPTION]...",
+         "Writes test rows in RULER's format, of an exact length in the model's tokens.",
+         generate_tasks_rows),
      {OPTION_TASK, OPTION_LENGTH, OPTION_ROWS, 'o'},
-     {NULL},
-     PKV_BF16,
-     eval_generate_tasks},
+     &generate_tasks_command},
     {"calibrate",
-     TABLE("puzzlekv-eval calibrate MODEL TEXT -o FILE [OPTION]...",
-           "Measures on TEXT, a file, what the policies palu and ojakv have to know of the model.",
-           calibrate_rows),
+     COMMAND_TABLE(
+         "puzzlekv-eval calibrate MODEL TEXT -o FILE [OPTION]...",
+         "Measures on TEXT, a file, what the policies palu and ojakv have to know of the model.",
+         calibrate_rows),
      {'o'},
-     {NULL},
-     PKV_F32,
-     eval_calibrate},
+     &calibrate_command},
 };
 
-#define COMMAND_COUNT (sizeof commands / sizeof *commands)
 #define COMMAND_NAMES "info, tokenize, logits, ppl, ranks, tasks, generate-tasks, calibrate"
-
-static const struct command *find_command(const char *name)
-{
-    for (size_t i = 0; i < COMMAND_COUNT; i++) {
-        if (strcmp(commands[i].name, name) == 0)
-            return &commands[i];
-    }
-    return NULL;
-}
 
 /* ---- The command line ------------------------------------------------------------------------ */
 
@@ -253,8 +234,24 @@ static bool option_seed(const char *value, uint64_t *seed, struct error *error)
     return true;
 }
 
-static bool set_option(struct eval_arguments *a, int id, const char *value, struct error *error)
+static bool begin(const struct command *command, size_t words, void *arguments, struct error *error)
 {
+    const struct eval_command *own = command->own;
+    struct eval_arguments *a = arguments;
+
+    *a = (struct eval_arguments){.threads = machine_threads(),
+                                 .dtype = own->default_dtype,
+                                 .seed = 42,
+                                 .sequences = 256,
+                                 .max_new = 128};
+    a->kv = calloc(words + ABLATION_MOST + 2, sizeof *a->kv);
+    return a->kv != NULL || error_set(error, "out of memory");
+}
+
+static bool set(void *arguments, int id, const char *value, struct error *error)
+{
+    struct eval_arguments *a = arguments;
+
     switch (id) {
     case 'f':
         a->file = value;
@@ -311,60 +308,33 @@ static bool set_option(struct eval_arguments *a, int id, const char *value, stru
     return false;
 }
 
-enum wish { WISH_RUN, WISH_HELP, WISH_VERSION };
-
-/* Reads the command line behind the command; everything that it alone shows to be wrong fails. */
-static bool read_arguments(const struct command *command, int argc, char **argv,
-                           struct eval_arguments *a, enum wish *wish, struct error *error)
+static bool operands(const struct command *command, int argc, char **argv, void *arguments,
+                     struct error *error)
 {
-    bool seen[OPTION_COUNT] = {false};
-    const bool calibrates = command->run == eval_calibrate;
-    const char *operands[2] = {NULL, NULL};
-    const char *value;
-    int id;
+    const bool calibrates = command->own == &calibrate_command;
+    const char *const names[2] = {"MODEL", calibrates ? "TEXT" : "FILE"};
+    const char *words[2] = {NULL, NULL};
+    struct eval_arguments *a = arguments;
 
-    *a = (struct eval_arguments){.threads = machine_threads(),
-                                 .dtype = command->default_dtype,
-                                 .seed = 42,
-                                 .sequences = 256,
-                                 .max_new = 128};
-    *wish = WISH_RUN;
-    a->kv = calloc((size_t)argc + ABLATION_MOST + 2, sizeof *a->kv);
-    if (a->kv == NULL)
-        return error_set(error, "out of memory");
-    for (;;) {
-        if (!options_next(&command->table, argc, argv, &id, &value, error))
-            return false;
-        if (id == OPTION_END)
-            break;
-        if (id == OPTION_HELP || id == OPTION_VERSION) {
-            *wish = id == OPTION_HELP ? WISH_HELP : WISH_VERSION;
-            return true;
-        }
-        if (!set_option(a, id, value, error))
-            return false;
-        seen[id] = true;
-    }
-    if (!options_operands(argc, argv, (const char *const[]){"MODEL", calibrates ? "TEXT" : "FILE"},
-                          calibrates || command->run == eval_tasks ? 2 : 1, operands, error))
+    if (!options_operands(argc, argv, names, calibrates || command->own == &tasks_command ? 2 : 1,
+                          words, error))
         return false;
-    a->model = operands[0];
-    *(calibrates ? &a->file : &a->rows_file) = operands[1];
-    for (size_t i = 0; command->required[i] != 0; i++) {
-        for (size_t row = 0; row < command->table.count; row++) {
-            const struct option_row *option = &command->table.rows[row];
+    a->model = words[0];
+    *(calibrates ? &a->file : &a->rows_file) = words[1];
+    return true;
+}
 
-            if (option->id == command->required[i] && !seen[option->id])
-                return error_set(error, "--%s %s: is missing; --help shows the usage", option->name,
-                                 option->argument);
-        }
-    }
-    for (size_t i = 0; a->kv_count < 2 && i < 2 && !seen[OPTION_KV] && !seen[OPTION_ABLATION];
-         i++) {
-        if (command->default_kv[i] != NULL && !add_kv(a, command->default_kv[i], error))
+static bool check(const struct command *command, void *arguments, struct error *error)
+{
+    const struct eval_command *own = command->own;
+    struct eval_arguments *a = arguments;
+    const bool none = a->kv_count == 0 && a->ablation == NULL;
+
+    for (size_t i = 0; none && i < 2 && own->default_kv[i] != NULL; i++) {
+        if (!add_kv(a, own->default_kv[i], error))
             return false;
     }
-    if (command->run == eval_logits && a->kv_count > 1)
+    if (own == &logits_command && a->kv_count > 1)
         return error_set(error, "--kv: given %zu times; logits takes one", a->kv_count);
     if (a->resume && a->output == NULL)
         return error_set(error, "--resume: continues an --output, which is missing");
@@ -398,28 +368,13 @@ static bool expand_ablation(struct eval_arguments *a, struct error *error)
     return true;
 }
 
-static bool takes_kv(const struct command *command)
+static bool run(const struct command *command, void *arguments, struct error *error)
 {
-    for (size_t i = 0; i < command->table.count; i++) {
-        if (command->table.rows[i].id == OPTION_KV)
-            return true;
-    }
-    return false;
-}
+    const struct eval_command *own = command->own;
+    struct eval_arguments *a = arguments;
 
-static bool print_help(const struct command *command, struct error *error)
-{
-    if (command != NULL)
-        return options_help(&command->table, error) && (!takes_kv(command) || kv_spec_help(error));
-    printf("Usage: puzzlekv-eval COMMAND MODEL [OPTION]...\n"
-           "Measures what a policy for the KV cache does to MODEL, a GGUF file or a Hugging Face\n"
-           "folder. Commands: " COMMAND_NAMES ".\n");
-    for (size_t i = 0; i < COMMAND_COUNT; i++) {
-        putchar('\n');
-        if (!options_help(&commands[i].table, error))
-            return false;
-    }
-    return kv_spec_help(error);
+    return (a->plot == NULL || plot_check(error)) && expand_ablation(a, error) &&
+           own->run(a, error);
 }
 
 /* ---- Shared by the commands -------------------------------------------------------------------
@@ -544,48 +499,24 @@ int eval_kv_width(const struct eval_arguments *arguments)
 
 int main(int argc, char **argv)
 {
-    const struct command *command = argc > 1 ? find_command(argv[1]) : NULL;
+    static const struct command_program program = {
+        .name = EVAL_PROGRAM,
+        .intro = "Usage: puzzlekv-eval COMMAND MODEL [OPTION]...\n"
+                 "Measures what a policy for the KV cache does to MODEL, a GGUF file or a Hugging "
+                 "Face\n"
+                 "folder. Commands: " COMMAND_NAMES ".\n",
+        .names = COMMAND_NAMES,
+        .commands = commands,
+        .count = sizeof commands / sizeof *commands,
+        .begin = begin,
+        .set = set,
+        .operands = operands,
+        .check = check,
+        .run = run,
+    };
     struct eval_arguments arguments = {.kv = NULL};
-    enum wish wish = WISH_RUN;
-    struct error error;
-    int code = EXIT_DONE;
+    int code = command_main(&program, argc, argv, &arguments);
 
-    machine_start_blas(EVAL_PROGRAM);
-    if (command != NULL) {
-        if (!read_arguments(command, argc - 1, argv + 1, &arguments, &wish, &error))
-            code = EXIT_USAGE;
-    } else if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
-        wish = WISH_HELP;
-    } else if (argc > 1 && (strcmp(argv[1], "--version") == 0 || strcmp(argv[1], "-V") == 0)) {
-        wish = WISH_VERSION;
-    } else {
-        if (argc > 1)
-            error_set(&error, "%.40s: unknown command; there are: %s", argv[1], COMMAND_NAMES);
-        else
-            error_set(&error, "COMMAND: is missing; there are: %s", COMMAND_NAMES);
-        code = EXIT_USAGE;
-    }
-
-    if (code == EXIT_DONE) {
-        bool done;
-
-        if (wish == WISH_HELP) {
-            done = print_help(command, &error);
-        } else if (wish == WISH_VERSION) {
-            done = options_version(EVAL_PROGRAM, &error);
-        } else {
-            machine_calm_threads(argv);
-            interrupt_catch();
-            file_map_guard(EVAL_PROGRAM);
-            done = (arguments.plot == NULL || plot_check(&error)) &&
-                   expand_ablation(&arguments, &error) && command->run(&arguments, &error);
-            progress_clear();
-        }
-        if (!done)
-            code = interrupt_seen() ? EXIT_INTERRUPTED : EXIT_FAILED;
-    }
-    if (code != EXIT_DONE)
-        error_print(EVAL_PROGRAM, &error);
     free(arguments.kv);
     return code;
 }
