@@ -93,16 +93,14 @@ static void transpose(size_t rows, size_t columns, const float *from, size_t fro
     }
 }
 
-/* The upper half of each lane is x in bf16. A lane of `bad` gets its sign where that, or x, is not
- * finite: 1 is added to the exponent. */
+/* The upper half of each lane is x in bf16. A lane of `bad` gets its sign where that is not finite:
+ * from 0x7f7f8000 on magnitudes round to infinity. */
 INLINE vector_u32 round_to_bf16(vector_f32 x, vector_u32 *bad)
 {
     vector_u32 bits = (vector_u32)x;
-    vector_u32 rounded = bits + 0x7fffu + (bits >> 16 & 1);
 
-    *bad |= (bits & 0x7f800000u) + 0x00800000u;
-    *bad |= (rounded & 0x7f800000u) + 0x00800000u;
-    return rounded;
+    *bad |= (bits & 0x7fffffffu) + 0x00808000u;
+    return bits + 0x7fffu + (bits >> 16 & 1);
 }
 
 INLINE vector_f32 pair_up(vector_f32 even, vector_f32 odd, vector_u32 *bad)

@@ -48,7 +48,7 @@ struct solver_batch {
     float *off;        /* [P][groups][lanes] */
     float *order;      /* [P][groups][lanes]: how many eigenvalues come before this one */
     float *row;        /* [2 P][lanes], or one page's Gram matrix [P][padded] */
-    float *log;        /* rotations c and s: [2][groups][lanes] each */
+    float *log;        /* rotations c and s: [2][groups][lanes] each; first the pages' triangles */
     size_t *log_first; /* [cap]: of a sweep the first rotation's number less its row */
     unsigned short *log_begin; /* [cap][groups][lanes]: rows l .. m of a sweep */
     unsigned short *log_end;

@@ -45,7 +45,7 @@
 #define STRIPS (LANES / VECTORS > 4 ? 4 : LANES / VECTORS > 1 ? 2 : 1)
 
 /* Pages whose rotations are applied together, while the log of a sweep is in the nearest cache. */
-#define TURN 4
+#define TURN 8
 
 INLINE vector_f32 load(const float *p)
 {
@@ -119,8 +119,42 @@ static void begin(struct solver_batch *batch, size_t length, size_t rank_max, si
                   void *memory)
 {
     divide(batch, length, rank_max, pages, memory);
-    /* Lanes without a page are pages of zeros. */
-    memset(batch->gram, 0, triangle(length) * batch->groups * LANES * sizeof(float));
+}
+
+/* ---- Transposing ---- */
+
+/* Elements of a and b in turns, from the first half of either or from the second. */
+#if LANES == 4
+#define INTERLEAVED(a, b, half) __builtin_shufflevector(a, b, half, 4 + half, 1 + half, 5 + half)
+#elif LANES == 8
+#define INTERLEAVED(a, b, half)                                                                    \
+    __builtin_shufflevector(a, b, half, 8 + half, 1 + half, 9 + half, 2 + half, 10 + half,         \
+                            3 + half, 11 + half)
+#elif LANES == 16
+#define INTERLEAVED(a, b, half)                                                                    \
+    __builtin_shufflevector(a, b, half, 16 + half, 1 + half, 17 + half, 2 + half, 18 + half,       \
+                            3 + half, 19 + half, 4 + half, 20 + half, 5 + half, 21 + half,         \
+                            6 + half, 22 + half, 7 + half, 23 + half)
+#endif
+
+/* In log2(LANES) rounds, each of which deals the second half of the rows in among the first. */
+INLINE void transpose(vector_f32 rows[LANES])
+{
+#if LANES > 1
+    UNROLL
+    for (size_t round = 1; round < LANES; round *= 2) {
+        vector_f32 dealt[LANES];
+
+        UNROLL
+        for (size_t i = 0; i < LANES / 2; i++) {
+            dealt[2 * i] = INTERLEAVED(rows[i], rows[i + LANES / 2], 0);
+            dealt[2 * i + 1] = INTERLEAVED(rows[i], rows[i + LANES / 2], LANES / 2);
+        }
+        memcpy(rows, dealt, sizeof dealt);
+    }
+#else
+    (void)rows;
+#endif
 }
 
 /* ---- Products ---- */
@@ -210,11 +244,18 @@ INLINE void gram_rows(size_t rows, const struct solver_batch *batch, size_t i, s
     }
 }
 
+/* Where a page's triangle waits until all are there: what follows it may be written past its end.
+ */
+static float *waiting(const struct solver_batch *batch, size_t page)
+{
+    return batch->log + page * (triangle(batch->length) + SOLVER_PANEL);
+}
+
 static void add(struct solver_batch *batch, size_t page, size_t rank, size_t d, float *transposed)
 {
     const size_t length = batch->length;
     const size_t ld = solver_padded(length);
-    float *triangles = batch->gram + page / LANES * triangle(length) * LANES + page % LANES;
+    float *to = waiting(batch, page);
     size_t i = 0;
 
     batch->rank[page] = rank;
@@ -224,8 +265,27 @@ static void add(struct solver_batch *batch, size_t page, size_t rank, size_t d, 
     if (i < length)
         gram_rows(TILE_REST, batch, i, d, transposed);
     for (i = 0; i < length; i++)
-        for (size_t j = 0; j <= i; j++)
-            triangles[(triangle(i) + j) * LANES] = batch->row[i * ld + j];
+        for (size_t j = 0; j <= i; j += LANES)
+            save(to + triangle(i) + j, load(batch->row + i * ld + j));
+}
+
+/* The triangles of a group's pages side by side; lanes without a page are pages of zeros. */
+static void gather(const struct solver_batch *batch, size_t group)
+{
+    const size_t n = triangle(batch->length);
+    const size_t first = group * LANES;
+    const size_t pages = batch->pages - first < LANES ? batch->pages - first : LANES;
+    const float *from = waiting(batch, first);
+    float *to = batch->gram + first * n;
+    vector_f32 rows[LANES];
+
+    for (size_t at = 0; at < n; at += LANES) {
+        for (size_t t = 0; t < LANES; t++)
+            rows[t] = t < pages ? load(from + t * (n + SOLVER_PANEL) + at) : vector_set(0.0f);
+        transpose(rows);
+        for (size_t t = 0; t < LANES && at + t < n; t++)
+            save(to + (at + t) * LANES, rows[t]);
+    }
 }
 
 /* ---- Householder ---- */
@@ -731,8 +791,10 @@ static void solve(struct solver_batch *batch)
     size_t count = 0;
     size_t sweeps;
 
-    for (size_t group = 0; group < batch->groups; group++)
+    for (size_t group = 0; group < batch->groups; group++) {
+        gather(batch, group);
         tridiagonalise(batch, group);
+    }
     sweeps = diagonalise(batch);
     sort(batch);
     apply_log(batch, sweeps);
