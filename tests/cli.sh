@@ -64,6 +64,27 @@ compare_options() {
     diff "$work/help_options" "$work/man_options" || fail "--help and the manual differ"
 }
 
+# compare_synopsis COMMAND: the options that a command ('': the program, which has none) lists in its
+# help are those of its synopsis, with the same names of arguments.
+compare_synopsis() {
+    "$tool" ${1:+"$1"} --help | sed -nE -e 's/^  -([a-zA-Z]), --[a-z0-9-]+(( [A-Z]+)?).*/\1\2/p' \
+        -e 's/^      --([a-z0-9-]+(( [A-Z]+)?)).*/\1/p' | sed -e '/^[hV]$/d' |
+        sort > "$work/help_synopsis"
+    sed -n '/^\.Sh SYNOPSIS/,/^\.Sh DESCRIPTION/p' "$source/man/$tool.1" | awk -v command="$1" '
+        $1 == ".Nm" { mine = command == "" }
+        $1 == ".Cm" { mine = $2 == command }
+        mine {
+            for (i = 1; i < NF; i++)
+                if ($i ~ /^\.?Fl$/) {
+                    sub(/^-/, "", $(i + 1))
+                    print $(i + 1) ($(i + 2) == "Ar" ? " " $(i + 3) : "")
+                }
+        }' | sed -e '/^help$/d' -e '/^version$/d' | sort > "$work/man_synopsis"
+    [ -s "$work/help_synopsis" ] || fail "$1 --help: lists no options"
+    diff "$work/help_synopsis" "$work/man_synopsis" ||
+        fail "the synopsis of $tool $1 differs from its --help"
+}
+
 # write_long_text FILE: more tokens than the real model's context.
 write_long_text() {
     i=0

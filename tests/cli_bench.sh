@@ -16,6 +16,9 @@ puzzlekv-bench --version > "$work/version" || fail "--version: status $?"
 grep -q '^instruction set: [a-z]' "$work/version" || fail "--version: $(cat "$work/version")"
 grep -q -e '--tokens' "$work/storage_help" || fail 'storage --help: no --tokens'
 compare_options 8
+for command in storage attention factorize model; do
+    compare_synopsis $command
+done
 
 # ---- What the command line shows to be wrong ----------------------------------------------------
 

@@ -18,6 +18,9 @@ grep -q '^instruction set: [a-z]' "$work/version" || fail "--version: $(cat "$wo
 grep -q -e '--prefill' "$work/ppl_help" || fail 'ppl --help: no --prefill'
 grep -q -e '--output' "$work/ppl_help" && fail "ppl --help: has another command's --output"
 compare_options 9
+for command in info tokenize logits ppl ranks tasks generate-tasks calibrate; do
+    compare_synopsis $command
+done
 
 # ---- What the command line shows to be wrong ----------------------------------------------------
 

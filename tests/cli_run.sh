@@ -22,6 +22,7 @@ for line in 'puzzlekv-run [0-9]' 'instruction set: [a-z]' 'backends: cpu' 'BLAS:
     grep -q "^$line" "$work/version" || fail "--version: no line \"$line\""
 done
 compare_options 20
+compare_synopsis ''
 
 # Every policy and every key is in the manual, and nothing else.
 sed -n '/^Policies/,$p' "$work/help" | sed 1,2d > "$work/help_policies"

@@ -79,7 +79,7 @@ static const struct option_row logits_rows[] = {
 static const struct option_row ppl_rows[] = {
     {'f', "file", "FILE", "the text; - is standard input"},
     {OPTION_TOKENS, "tokens", "N", "use the first N tokens of the text"},
-    {OPTION_PREFILL, "prefill", "N", "tokens of the first step"},
+    {OPTION_PREFILL, "prefill", "M", "tokens of the first step"},
     ROW_KVS,
     ROW_ABLATION,
     ROW_DTYPE_BF16,
