@@ -24,6 +24,16 @@ done
 compare_options 20
 compare_synopsis ''
 
+# Where OpenBLAS takes the processor for an old one, as it does here when told, it says what to set.
+if grep -qw avx2 /proc/cpuinfo && grep -q '^BLAS: .* DYNAMIC_ARCH' "$work/version"; then
+    OPENBLAS_CORETYPE=Nehalem puzzlekv-run --version > "$work/old" || fail "--version: status $?"
+    core_type=$(sed -n 's/^hint: .* Nehalem; set OPENBLAS_CORETYPE=//p' "$work/old")
+    [ -n "$core_type" ] || fail "--version: no hint: $(cat "$work/old")"
+    OPENBLAS_CORETYPE=$core_type puzzlekv-run --version > "$work/new" || fail "--version: status $?"
+    grep -q "^BLAS: .* $core_type " "$work/new" || fail "--version: BLAS is not $core_type"
+    ! grep '^hint: ' "$work/new" || fail "--version: a hint with $core_type"
+fi
+
 # Every policy and every key is in the manual, and nothing else.
 sed -n '/^Policies/,$p' "$work/help" | sed 1,2d > "$work/help_policies"
 {

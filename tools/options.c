@@ -130,14 +130,43 @@ bool options_help(const struct option_table *table, struct error *error)
     return output_flush(error);
 }
 
+/* The core type that OpenBLAS had better be told of, if it runs one without AVX2 where there is
+ * AVX2, as an older OpenBLAS does on a processor that it does not know; else NULL. */
+static const char *better_core_type(void)
+{
+    const char *better = NULL;
+#ifdef __x86_64__
+    static const char *const without_avx2[] = {
+        "Unknown",   "Katmai",       "Coppermine", "Northwood",  "Prescott", "Banias",
+        "Atom",      "Core2",        "Penryn",     "Dunnington", "Nehalem",  "Athlon",
+        "Opteron",   "Opteron_SSE3", "Barcelona",  "Nano",       "Bobcat",   "Sandybridge",
+        "Bulldozer", "Piledriver",   "Steamroller"};
+    const char *name = openblas_get_corename();
+
+    for (size_t i = 0; i < sizeof without_avx2 / sizeof *without_avx2; i++) {
+        if (strcmp(name, without_avx2[i]) == 0 && __builtin_cpu_supports("avx2") &&
+            strstr(openblas_get_config(), "DYNAMIC_ARCH") != NULL)
+            better = "Haswell";
+    }
+    if (better != NULL && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512cd"))
+        better = "SkylakeX";
+#endif
+    return better;
+}
+
 bool options_version(const char *program, struct error *error)
 {
-    const char *isa;
+    const char *isa, *core_type = better_core_type();
 
     if (!machine_isa(&isa, error))
         return false;
     printf("%s %s\ninstruction set: %s\nbackends: cpu\nBLAS: %s\n", program, pkv_version(), isa,
            openblas_get_config());
+    if (core_type != NULL)
+        printf("hint: OpenBLAS takes this processor for an old one, %s; set OPENBLAS_CORETYPE=%s\n",
+               openblas_get_corename(), core_type);
     return output_flush(error);
 }
 
