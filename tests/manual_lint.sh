@@ -23,4 +23,6 @@ if command -v groff > /dev/null; then
         echo "$found"
         exit 1
     fi
+else
+    echo "groff is not there (Debian package groff-base), so lines were not looked at"
 fi
