@@ -26,6 +26,10 @@ if [ ! -x "$program" ]; then
             $pip download --no-deps --no-binary=llama-cpp-python --dest "$folder" \
                 "llama-cpp-python==$version"
         tar -xzf "$folder/llama_cpp_python-$version.tar.gz" -C "$folder"
+        # GCC 12 believes that 8 bytes of a tile configuration are read, and drops the other 56:
+        # an illegal instruction where there is AMX.
+        sed -i 's/^ *_tile_loadconfig(&tc);/__asm__ volatile("" : : "m"(tc));\n&/' \
+            "$folder/llama_cpp_python-$version/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
         cmake -S "$folder/llama_cpp_python-$version/vendor/llama.cpp" -B "$folder/build" -G Ninja \
             -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
             -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
