@@ -56,7 +56,7 @@ struct unit {
 
 struct attention_views {
     struct layer_view layer;
-    struct plan_view plan;
+    const struct plan_view *plan;
     pkv_input q, k, v;
     pkv_output out;
     float *lse;
@@ -79,7 +79,7 @@ __device__ static struct unit unit_at(const struct attention_views *a, size_t nu
     const size_t pages_of_run = (size_t)RUN_PAGES * layer->length;
     struct unit unit;
     size_t low = 0;
-    size_t high = a->plan.n_items;
+    size_t high = a->plan->n_items;
 
     number /= a->division.tiles;
     unit.kv_head = (unsigned)(number % layer->kv_heads);
@@ -87,13 +87,13 @@ __device__ static struct unit unit_at(const struct attention_views *a, size_t nu
     while (high - low > 1) {
         size_t middle = low + (high - low) / 2;
 
-        if (a->plan.items[middle].first_row <= unit.row)
+        if (a->plan->items[middle].first_row <= unit.row)
             low = middle;
         else
             high = middle;
     }
-    unit.item = &a->plan.items[low];
-    unit.table = a->plan.tables + unit.item->first_page;
+    unit.item = &a->plan->items[low];
+    unit.table = a->plan->tables + unit.item->first_page;
     unit.new_token = unit.row - unit.item->first_row;
     unit.first_head = unit.kv_head * group + tile * a->division.heads;
     unit.heads = group - tile * a->division.heads;
@@ -530,13 +530,15 @@ static struct division divide(const struct backend *backend, size_t layer)
     return division;
 }
 
-/* Runs of the step's longest item. */
+/* Runs of the step's longest item; while capturing of the longest one that there can be. */
 static size_t most_runs(const struct backend *backend)
 {
     const struct backend_plan *plan = &backend->step.plan;
     const size_t length = backend->geometry->policy.page_tokens;
     size_t most = 0;
 
+    if (backend->step.capturing)
+        return divide_up(backend->capacity.max_tokens, RUN_PAGES * length) + 1;
     for (size_t i = 0; i < plan->n_items; i++) {
         size_t runs = divide_up(plan->items[i].tokens, RUN_PAGES * length) +
                       divide_up(plan->items[i].new_tokens, RUN_PAGES * BLOCK_TOKENS);
@@ -591,7 +593,7 @@ pkv_status attention_run(struct backend *backend, size_t layer, const pkv_step_i
     unsigned threads;
 
     a.layer = store_layer(backend, layer);
-    a.plan = backend->step.view;
+    a.plan = gpu_plan(backend);
     a.q = io->q;
     a.k = io->k;
     a.v = io->v;

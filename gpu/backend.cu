@@ -21,17 +21,20 @@ pkv_status gpu_check(struct backend *backend, cudaError_t error, const char *wha
 pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what, void **pointer)
 {
     cudaError_t error = cudaMalloc(pointer, bytes ? bytes : 1);
+    size_t available = 0, all = 0;
 
     if (error == cudaSuccess) {
         memory_hold(backend->memory, bytes);
         return PKV_OK;
     }
     *pointer = NULL;
+    if (error != cudaErrorMemoryAllocation)
+        return gpu_check(backend, error, what);
     cudaGetLastError();
-    return fail(backend->message,
-                error == cudaErrorMemoryAllocation ? PKV_ERROR_MEMORY : PKV_ERROR_DEVICE,
-                "CUDA device %d: cannot allocate %zu bytes for %s: %s", backend->device, bytes,
-                what, cudaGetErrorString(error));
+    cudaMemGetInfo(&available, &all);
+    return fail(backend->message, PKV_ERROR_MEMORY,
+                "CUDA device %d: out of memory: %s: %zu bytes; %zu of %zu are free",
+                backend->device, what, bytes, available, all);
 }
 
 void gpu_release(struct backend *backend, size_t bytes, void *pointer)
@@ -62,7 +65,8 @@ void gpu_release_pinned(struct backend *backend, size_t bytes, void *pointer)
     memory_drop(backend->memory, bytes);
 }
 
-/* Every operation works on the cache's device and leaves the caller's current one as it was. */
+/* Every operation works on the cache's device and leaves the caller's current one as it was. What
+ * has failed before, on another device perhaps, is no failure of its launches. */
 static int enter(const struct backend *backend)
 {
     int current = 0;
@@ -70,6 +74,7 @@ static int enter(const struct backend *backend)
     cudaGetDevice(&current);
     if (current != backend->device)
         cudaSetDevice(backend->device);
+    cudaGetLastError();
     return current;
 }
 
@@ -107,11 +112,15 @@ static pkv_status check_device(struct backend *backend)
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
 
-    if (error != cudaSuccess || count == 0) {
+    if (error == cudaSuccess && count == 0)
+        error = cudaErrorNoDevice;
+    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
         cudaGetLastError();
         return fail(message, PKV_ERROR_UNSUPPORTED, "backend: no CUDA device: %s",
-                    error == cudaSuccess ? "none is there" : cudaGetErrorString(error));
+                    cudaGetErrorString(error));
     }
+    if (error != cudaSuccess)
+        return gpu_check(backend, error, "cannot count devices");
     if (backend->device < 0 || backend->device >= count)
         return fail(message, PKV_ERROR_ARGUMENT, "device: %d is not one of the %d CUDA devices",
                     backend->device, count);
@@ -212,54 +221,104 @@ static size_t reserved_bytes(const struct backend *backend)
 
 /* ---- Steps ---- */
 
+/* What is queued while the stream is captured comes with every launch of the graph: only layers
+ * may be. */
+static pkv_status check_capture(struct backend *backend, bool *capturing)
+{
+    enum cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+    pkv_status status =
+        gpu_check(backend, cudaStreamIsCapturing(backend->stream, &state), "the stream failed");
+
+    *capturing = state != cudaStreamCaptureStatusNone;
+    return status;
+}
+
+static pkv_status refuse_capture(struct backend *backend)
+{
+    bool capturing;
+    pkv_status status = check_capture(backend, &capturing);
+
+    if (status == PKV_OK && capturing)
+        status = fail(backend->message, PKV_ERROR_ARGUMENT,
+                      "stream: it is being captured; only layers can be");
+    return status;
+}
+
 static pkv_status step_begin(struct backend *backend, const struct backend_plan *plan)
 {
     int current = enter(backend);
-    pkv_status status;
+    pkv_status status = refuse_capture(backend);
 
     backend->step.plan = *plan;
-    status = store_step_begin(backend);
+    if (status == PKV_OK)
+        status = store_step_begin(backend);
     if (status != PKV_OK)
         memset(&backend->step, 0, sizeof backend->step);
     leave(backend, current);
     return status;
 }
 
-/* Waits for `n` layers from `first` on. Returns the first fault. */
-static pkv_status wait_for_layers(struct backend *backend, size_t first, size_t n)
+/* The first fault of `n` layers from `first` on in a report. */
+static pkv_status check_faults(struct backend *backend, const struct backend_plan *plan,
+                               const struct layer_faults *faults, size_t first, size_t n)
+{
+    pkv_status status = PKV_OK;
+
+    for (size_t layer = first; layer < first + n && status == PKV_OK; layer++) {
+        if (faults[layer].value != NO_FAULT)
+            status = store_fault(backend, plan, layer, faults[layer].value);
+        else if (faults[layer].factor != NO_FAULT)
+            status = factorize_fault(backend, plan, layer, faults[layer].factor);
+    }
+    return status;
+}
+
+/* Of all layers; and that there were all of them. */
+static pkv_status check_report(struct backend *backend, const struct flight *flight,
+                               const struct backend_plan *plan, struct step_report *report)
 {
     const size_t layers = backend->geometry->layers;
-    const size_t bytes = layers * sizeof *backend->faults + sizeof(struct device_report);
-    const struct layer_faults *faults = backend->faults_host;
-    pkv_status status = gpu_check(backend,
-                                  cudaMemcpyAsync(backend->faults_host, backend->faults, bytes,
-                                                  cudaMemcpyDeviceToHost, backend->stream),
-                                  "cannot fetch the report");
+    const struct device_report *device = gpu_report(backend, flight->faults);
+    pkv_status status = check_faults(backend, plan, flight->faults, 0, layers);
+
+    if (status == PKV_OK && device->layers != layers)
+        status = fail(backend->message, PKV_ERROR_ARGUMENT,
+                      "step: %llu of %zu layers were computed; a graph of %zu items was to do it",
+                      device->layers, layers, plan->n_items);
+    report->capped_pages = device->capped_pages;
+    return status;
+}
+
+static pkv_status wait_for_report(struct backend *backend)
+{
+    pkv_status status = store_fetch_report(backend);
 
     if (status == PKV_OK)
         status = gpu_check(backend, cudaStreamSynchronize(backend->stream), "the step failed");
-    for (size_t layer = first; layer < first + n && status == PKV_OK; layer++) {
-        if (faults[layer].value != NO_FAULT)
-            status = store_fault(backend, layer, faults[layer].value);
-        else if (faults[layer].factor != NO_FAULT)
-            status = factorize_fault(backend, layer, faults[layer].factor);
-    }
     return status;
 }
 
 static pkv_status layer_here(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
-    pkv_status status = PKV_OK;
+    struct gpu_step *step = &backend->step;
+    pkv_status status = check_capture(backend, &step->capturing);
 
-    if (io->out.data)
+    if (status == PKV_OK && step->capturing && step->plan.rows != step->plan.n_items)
+        status = fail(backend->message, PKV_ERROR_ARGUMENT,
+                      "stream: it is being captured; only steps of one token an item can be");
+    if (status == PKV_OK && io->out.data)
         status = attention_run(backend, layer, io);
     if (status == PKV_OK)
         status = store_run(backend, layer, io);
     if (status == PKV_OK)
         status = factorize_run(backend, layer, io);
+    if (status == PKV_OK && step->capturing)
+        backend->captured = true;
     /* Nobody but the cache can wait for a stream of its own. */
     if (status == PKV_OK && backend->own_stream)
-        status = wait_for_layers(backend, layer, 1);
+        status = wait_for_report(backend);
+    if (status == PKV_OK && backend->own_stream)
+        status = check_faults(backend, &step->plan, gpu_flight(backend)->faults, layer, 1);
     return status;
 }
 
@@ -272,24 +331,29 @@ static pkv_status step_layer(struct backend *backend, size_t layer, const pkv_st
     return status;
 }
 
-static pkv_status report_here(struct backend *backend, struct step_report *report)
+static pkv_status step_replay(struct backend *backend)
 {
-    const size_t layers = backend->geometry->layers;
-    pkv_status status = wait_for_layers(backend, 0, layers);
-
-    if (status != PKV_OK)
-        return status;
-    report->factorize_seconds = factorize_seconds(backend);
-    report->capped_pages =
-        ((const struct device_report *)(const void *)(backend->faults_host + layers))->capped_pages;
+    if (backend->step.plan.rows != backend->step.plan.n_items)
+        return fail(backend->message, PKV_ERROR_ARGUMENT,
+                    "step: a graph takes one token an item; there are %zu of %zu items",
+                    backend->step.plan.rows, backend->step.plan.n_items);
+    if (!backend->captured)
+        return fail(backend->message, PKV_ERROR_ARGUMENT,
+                    "step: no graph was captured since the plan has its place");
     return PKV_OK;
 }
 
 static pkv_status step_end(struct backend *backend, struct step_report *report)
 {
     int current = enter(backend);
-    pkv_status status = report_here(backend, report);
+    pkv_status status = refuse_capture(backend);
 
+    if (status == PKV_OK)
+        status = wait_for_report(backend);
+    if (status == PKV_OK)
+        status = check_report(backend, gpu_flight(backend), &backend->step.plan, report);
+    if (status == PKV_OK)
+        report->factorize_seconds = factorize_seconds(backend);
     leave(backend, current);
     return status;
 }
@@ -302,6 +366,54 @@ static void step_close(struct backend *backend)
     cudaStreamSynchronize(backend->stream);
     leave(backend, current);
     memset(&backend->step, 0, sizeof backend->step);
+}
+
+static pkv_status step_submit(struct backend *backend)
+{
+    int current = enter(backend);
+    struct flight *flight = gpu_flight(backend);
+    pkv_status status = refuse_capture(backend);
+
+    if (status == PKV_OK)
+        status = store_fetch_report(backend);
+    if (status == PKV_OK)
+        status = gpu_check(backend, cudaEventRecord(flight->done, backend->stream),
+                           "cannot record an event");
+    if (status == PKV_OK) {
+        flight->plan = backend->step.plan;
+        backend->n_submitted++;
+        memset(&backend->step, 0, sizeof backend->step);
+    }
+    leave(backend, current);
+    return status;
+}
+
+static pkv_status settle_here(struct backend *backend, bool wait, bool *done,
+                              struct step_report *report)
+{
+    struct flight *flight = &backend->flights[backend->first_flight];
+    cudaError_t error = wait ? cudaEventSynchronize(flight->done) : cudaEventQuery(flight->done);
+    pkv_status status;
+
+    *done = error != cudaErrorNotReady;
+    if (!*done)
+        return PKV_OK;
+    status = gpu_check(backend, error, "a step failed");
+    if (status == PKV_OK)
+        status = check_report(backend, flight, &flight->plan, report);
+    backend->first_flight = (backend->first_flight + 1) % FLIGHTS;
+    backend->n_submitted--;
+    return status;
+}
+
+static pkv_status step_settle(struct backend *backend, bool wait, bool *done,
+                              struct step_report *report)
+{
+    int current = enter(backend);
+    pkv_status status = settle_here(backend, wait, done, report);
+
+    leave(backend, current);
+    return status;
 }
 
 /* ---- Pages ---- */
@@ -345,6 +457,9 @@ extern "C" const struct backend_ops backend_cuda = {
     .step_layer = step_layer,
     .step_end = step_end,
     .step_close = step_close,
+    .step_replay = step_replay,
+    .step_submit = step_submit,
+    .step_settle = step_settle,
     .rebuild = rebuild,
     .read = read_part,
     .write = write_part,

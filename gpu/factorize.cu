@@ -535,15 +535,19 @@ __device__ static struct problem problem_at(const struct layer_view *layer,
 }
 
 /* One block a problem, from `first_problem` on. */
-__global__ static void factorize_problems(struct layer_view layer, struct plan_view plan,
+__global__ static void factorize_problems(struct layer_view layer, const struct plan_view *plan,
                                           pkv_input k, pkv_input v, size_t first_problem,
                                           float *scratch, size_t scratch_floats, unsigned rank_max,
                                           struct layer_faults *faults, struct device_report *report)
 {
     PKV_SHARED(float, shared); /* a number for each thread, then one for the block */
     const size_t number = first_problem + blockIdx.x;
+
+    if (number >= plan->n_factor * layer.kv_heads * 2)
+        return;
+
     const struct problem p =
-        problem_at(&layer, &plan, number, scratch + blockIdx.x * scratch_floats, rank_max);
+        problem_at(&layer, plan, number, scratch + blockIdx.x * scratch_floats, rank_max);
     uint32_t *sweeps = (uint32_t *)(void *)(shared + blockDim.x);
     const int exponent = load_page(&layer, &p, p.is_key ? &k : &v, shared);
 
@@ -625,17 +629,19 @@ pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_i
 {
     const struct geometry *geometry = backend->geometry;
     const struct layer_view view = store_layer(backend, layer);
-    const struct plan_view *plan = &backend->step.view;
-    const size_t total = plan->n_factor * geometry->kv_heads * 2;
+    /* A token fills one page at most, and as many leave the window. */
+    const size_t jobs =
+        backend->step.capturing ? backend->step.view.n_items : backend->step.view.n_factor;
+    const size_t total = backend->factorize_scratch ? jobs * geometry->kv_heads * 2 : 0;
     const unsigned threads = gpu_threads(geometry->policy.page_tokens);
-    struct device_report *report =
-        (struct device_report *)(void *)(backend->faults + geometry->layers);
-    pkv_status status;
+    pkv_status status = PKV_OK;
 
     if (total == 0)
         return PKV_OK;
-    status = gpu_check(backend, cudaEventRecord(backend->events[2 * layer], backend->stream),
-                       "cannot factorize pages");
+    backend->step.factorized = !backend->step.capturing;
+    if (backend->step.factorized)
+        status = gpu_check(backend, cudaEventRecord(backend->events[2 * layer], backend->stream),
+                           "cannot factorize pages");
     if (status != PKV_OK)
         return status;
     for (size_t first = 0; first < total; first += backend->factorize_problems) {
@@ -643,12 +649,13 @@ pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_i
 
         n = n < backend->factorize_problems ? n : backend->factorize_problems;
         PKV_LAUNCH(factorize_problems, (unsigned)n, threads, (threads + 1) * sizeof(float),
-                   backend->stream, view, *plan, io->k, io->v, first, backend->factorize_scratch,
-                   problem_floats(geometry), (unsigned)largest_rank(geometry),
-                   backend->faults + layer, report);
+                   backend->stream, view, gpu_plan(backend), io->k, io->v, first,
+                   backend->factorize_scratch, problem_floats(geometry),
+                   (unsigned)largest_rank(geometry), backend->faults + layer,
+                   gpu_report(backend, backend->faults));
     }
     status = gpu_check_launch(backend, "cannot factorize pages");
-    if (status == PKV_OK)
+    if (status == PKV_OK && backend->step.factorized)
         status =
             gpu_check(backend, cudaEventRecord(backend->events[2 * layer + 1], backend->stream),
                       "cannot factorize pages");
@@ -659,7 +666,7 @@ double factorize_seconds(const struct backend *backend)
 {
     double seconds = 0.0;
 
-    if (backend->step.view.n_factor == 0)
+    if (!backend->step.factorized)
         return 0.0;
     for (size_t layer = 0; layer < backend->geometry->layers; layer++) {
         float milliseconds = 0.0f;
@@ -671,10 +678,10 @@ double factorize_seconds(const struct backend *backend)
     return seconds;
 }
 
-pkv_status factorize_fault(struct backend *backend, size_t layer, unsigned long long fault)
+pkv_status factorize_fault(struct backend *backend, const struct backend_plan *plan, size_t layer,
+                           unsigned long long fault)
 {
     const struct geometry *geometry = backend->geometry;
-    const struct backend_plan *plan = &backend->step.plan;
     const bool is_key = fault % 2 == 0;
     const size_t head = (size_t)(fault / 2 % geometry->kv_heads);
     size_t job = (size_t)(fault / 2 / geometry->kv_heads);

@@ -12,10 +12,11 @@ void factorize_close(struct backend *backend);
 /* Queues the factor jobs of a layer. */
 pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_io *io);
 
-/* The message of a layer's factor fault. */
-pkv_status factorize_fault(struct backend *backend, size_t layer, unsigned long long fault);
+/* The message of a layer's factor fault in a step of that plan. */
+pkv_status factorize_fault(struct backend *backend, const struct backend_plan *plan, size_t layer,
+                           unsigned long long fault);
 
-/* Once the step's work is done: the wall seconds of it. */
+/* Once the open step's work is done: the wall seconds of it, 0 where a graph did it. */
 double factorize_seconds(const struct backend *backend);
 
 #endif

@@ -75,6 +75,7 @@ struct device_job {
     uint32_t new_tokens;
 };
 
+/* At the head of it, so that a captured launch finds that of the step that it serves. */
 struct plan_view {
     const struct device_item *items;
     const struct page *tables;
@@ -93,15 +94,31 @@ struct layer_faults {
 /* What kernels report of a step. */
 struct device_report {
     unsigned long long capped_pages;
+    unsigned long long layers; /* that were stored, of as many rows as the step has */
 };
 
-/* Which fields are set is each file's own; all of it is zero between steps. */
+/*
+ * The open step; all of it is zero between steps. A launch is sized by `view`, but while the stream
+ * is captured by what any step of as many items of one token has at most; kernels go by the plan on
+ * the device.
+ */
 struct gpu_step {
     struct backend_plan plan;
     struct plan_view view;
-    size_t jobs_of_item; /* unused entries are none */
-    bool factorized;     /* events were recorded */
+    bool capturing;
+    bool factorized; /* events were recorded */
 };
+
+/* What a step has in the host's memory, pinned, and what is left of it once it was submitted. */
+struct flight {
+    struct backend_plan plan;
+    unsigned char *plan_host;
+    size_t plan_bytes;
+    struct layer_faults *faults; /* as in struct backend */
+    cudaEvent_t done;
+};
+
+#define FLIGHTS (MAX_SUBMITTED + 1)
 
 struct backend {
     const struct geometry *geometry;
@@ -118,13 +135,15 @@ struct backend {
     size_t *factor_offset; /* [layers]: bytes from `factor` */
     size_t reserved_bytes;
 
-    /* The plan: as built, and on the device. */
-    unsigned char *plan_host;
     unsigned char *plan_device;
     size_t plan_bytes;
+    bool captured; /* graphs know where the plan lies */
 
     struct layer_faults *faults; /* [layers], on the device; then struct device_report */
-    struct layer_faults *faults_host;
+
+    struct flight flights[FLIGHTS]; /* a ring: those submitted, then the open step's */
+    size_t first_flight;
+    size_t n_submitted;
 
     float *factorize_scratch; /* [factorize_problems] */
     size_t factorize_problems;
@@ -154,6 +173,24 @@ pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what,
 void gpu_release(struct backend *backend, size_t bytes, void *pointer);
 pkv_status gpu_allocate_pinned(struct backend *backend, size_t bytes, void **pointer);
 void gpu_release_pinned(struct backend *backend, size_t bytes, void *pointer);
+
+/* That of the open step. */
+static inline struct flight *gpu_flight(struct backend *backend)
+{
+    return &backend->flights[(backend->first_flight + backend->n_submitted) % FLIGHTS];
+}
+
+/* The plan on the device, for kernels. */
+static inline const struct plan_view *gpu_plan(const struct backend *backend)
+{
+    return (const struct plan_view *)(const void *)backend->plan_device;
+}
+
+static inline struct device_report *gpu_report(const struct backend *backend,
+                                               struct layer_faults *faults)
+{
+    return (struct device_report *)(void *)(faults + backend->geometry->layers);
+}
 
 /* ---- Elements ---- */
 

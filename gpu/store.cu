@@ -10,6 +10,9 @@
 /* Blocks of a launch at most; each goes on until nothing is left. */
 #define MAX_BLOCKS ((size_t)1 << 20)
 
+/* Of a plan's memory at first. */
+#define DECLARED_PLAN_BYTES ((size_t)16 << 20)
+
 static unsigned blocks_of(size_t n)
 {
     return (unsigned)(n < MAX_BLOCKS ? n : MAX_BLOCKS);
@@ -102,6 +105,193 @@ static size_t faults_bytes(const struct geometry *geometry)
     return geometry->layers * sizeof(struct layer_faults) + sizeof(struct device_report);
 }
 
+/* ---- The plan ---- */
+
+/* What of the plan lies where in its memory, behind its struct plan_view. */
+struct plan_layout {
+    size_t items, tables, dense_jobs, factor_jobs, bytes;
+    size_t n_pages, n_dense, n_factor;
+};
+
+static size_t take(size_t *bytes, size_t n, size_t size)
+{
+    size_t at = *bytes;
+
+    *bytes = size_add(*bytes, size_add(size_multiply(n, size), 15) / 16 * 16);
+    return at;
+}
+
+/* Of the counts that are set in it. */
+static void lay_out_plan(struct plan_layout *layout, size_t n_items)
+{
+    take(&layout->bytes, 1, sizeof(struct plan_view));
+    layout->items = take(&layout->bytes, n_items, sizeof(struct device_item));
+    layout->tables = take(&layout->bytes, layout->n_pages, sizeof(struct page));
+    layout->dense_jobs = take(&layout->bytes, layout->n_dense, sizeof(struct device_job));
+    layout->factor_jobs = take(&layout->bytes, layout->n_factor, sizeof(struct device_job));
+}
+
+static struct plan_layout layout_of_step(const struct backend *backend)
+{
+    const struct backend_plan *plan = &backend->step.plan;
+    struct plan_layout layout = {};
+
+    for (size_t i = 0; i < plan->n_items; i++) {
+        layout.n_pages += pages_count(&backend->geometry->policy, plan->items[i].tokens);
+        for (size_t j = 0; j < plan->items[i].n_changes; j++) {
+            if (plan->items[i].changes[j].to.kind == SLOT_FACTOR)
+                layout.n_factor++;
+            else
+                layout.n_dense++;
+        }
+    }
+    lay_out_plan(&layout, plan->n_items);
+    return layout;
+}
+
+/* What any step needs of the tokens that were declared, forks counted in full; within reason. */
+static size_t declared_plan_bytes(const struct backend *backend)
+{
+    const struct capacity *capacity = &backend->capacity;
+    const size_t length = backend->geometry->policy.page_tokens;
+    const size_t sequences = capacity->max_sequences;
+    struct plan_layout layout = {};
+
+    layout.n_pages = size_add(capacity->max_tokens / length, sequences);
+    layout.n_dense = layout.n_factor =
+        size_add(capacity->max_step_tokens / length, size_multiply(sequences, 2));
+    lay_out_plan(&layout, sequences);
+    return min_size(layout.bytes, DECLARED_PLAN_BYTES);
+}
+
+static void write_plan(struct backend *backend, const struct plan_layout *layout, unsigned char *to)
+{
+    const struct backend_plan *plan = &backend->step.plan;
+    struct device_item *items = (struct device_item *)(void *)(to + layout->items);
+    struct page *tables = (struct page *)(void *)(to + layout->tables);
+    struct device_job *dense = (struct device_job *)(void *)(to + layout->dense_jobs);
+    struct device_job *factor = (struct device_job *)(void *)(to + layout->factor_jobs);
+    struct plan_view *view = &backend->step.view;
+    size_t first_page = 0;
+
+    view->items = (const struct device_item *)(void *)(backend->plan_device + layout->items);
+    view->tables = (const struct page *)(void *)(backend->plan_device + layout->tables);
+    view->dense_jobs =
+        (const struct device_job *)(void *)(backend->plan_device + layout->dense_jobs);
+    view->factor_jobs =
+        (const struct device_job *)(void *)(backend->plan_device + layout->factor_jobs);
+    view->n_items = plan->n_items;
+    view->n_dense = layout->n_dense;
+    view->n_factor = layout->n_factor;
+    view->rows = plan->rows;
+    memcpy(to, view, sizeof *view);
+    for (size_t i = 0; i < plan->n_items; i++) {
+        const struct backend_item *item = &plan->items[i];
+        const size_t pages = pages_count(&backend->geometry->policy, item->tokens);
+
+        items[i].tokens = item->tokens;
+        items[i].new_tokens = item->new_tokens;
+        items[i].first_row = item->first_row;
+        items[i].first_page = first_page;
+        if (pages > 0)
+            memcpy(tables + first_page, item->table, pages * sizeof *tables);
+        first_page += pages;
+        for (size_t j = 0; j < item->n_changes; j++) {
+            const struct page_change *change = &item->changes[j];
+            struct device_job *job = change->to.kind == SLOT_FACTOR ? factor++ : dense++;
+
+            job->first_row = item->first_row + change->first_new;
+            job->from_slot = change->from.slot;
+            job->to_slot = change->to.slot;
+            job->cached_tokens = (uint32_t)change->cached_tokens;
+            job->new_tokens = (uint32_t)change->new_tokens;
+        }
+    }
+}
+
+/* On the device. Steps under way still need what is there; graphs do not know another place. */
+static pkv_status reserve_plan(struct backend *backend, size_t bytes)
+{
+    pkv_status status;
+
+    if (bytes <= backend->plan_bytes)
+        return PKV_OK;
+    status = gpu_check(backend, cudaStreamSynchronize(backend->stream), "cannot move the plan");
+    if (status != PKV_OK)
+        return status;
+    gpu_release(backend, backend->plan_bytes, backend->plan_device);
+    backend->captured = false;
+    backend->plan_bytes = bytes;
+    status = gpu_allocate(backend, bytes, "a step's plan", (void **)&backend->plan_device);
+    if (status != PKV_OK)
+        backend->plan_bytes = 0;
+    return status;
+}
+
+/* On the host, of a flight that nothing is under way of. */
+static pkv_status reserve_flight(struct backend *backend, struct flight *flight)
+{
+    pkv_status status = PKV_OK;
+
+    if (!flight->done)
+        status = gpu_check(backend, cudaEventCreateWithFlags(&flight->done, cudaEventDisableTiming),
+                           "cannot create an event");
+    if (status == PKV_OK && !flight->faults)
+        status =
+            gpu_allocate_pinned(backend, faults_bytes(backend->geometry), (void **)&flight->faults);
+    if (status != PKV_OK || flight->plan_bytes == backend->plan_bytes)
+        return status;
+    gpu_release_pinned(backend, flight->plan_bytes, flight->plan_host);
+    flight->plan_bytes = 0;
+    status = gpu_allocate_pinned(backend, backend->plan_bytes, (void **)&flight->plan_host);
+    if (status == PKV_OK)
+        flight->plan_bytes = backend->plan_bytes;
+    return status;
+}
+
+/* Room for twice as much as is needed, so that growing stays rare. */
+pkv_status store_step_begin(struct backend *backend)
+{
+    const struct plan_layout layout = layout_of_step(backend);
+    struct flight *flight = gpu_flight(backend);
+    pkv_status status = PKV_OK;
+
+    if (layout.bytes > backend->plan_bytes)
+        status = reserve_plan(backend, size_multiply(layout.bytes, 2));
+    if (status == PKV_OK)
+        status = reserve_flight(backend, flight);
+    if (status != PKV_OK)
+        return status;
+    write_plan(backend, &layout, flight->plan_host);
+    status = gpu_check(backend,
+                       cudaMemcpyAsync(backend->plan_device, flight->plan_host, layout.bytes,
+                                       cudaMemcpyHostToDevice, backend->stream),
+                       "cannot upload the plan");
+    if (status == PKV_OK)
+        status = gpu_check(backend,
+                           cudaMemsetAsync(backend->faults, 0xff,
+                                           backend->geometry->layers * sizeof *backend->faults,
+                                           backend->stream),
+                           "cannot clear the report");
+    if (status == PKV_OK)
+        status = gpu_check(backend,
+                           cudaMemsetAsync(gpu_report(backend, backend->faults), 0,
+                                           sizeof(struct device_report), backend->stream),
+                           "cannot clear the report");
+    return status;
+}
+
+pkv_status store_fetch_report(struct backend *backend)
+{
+    return gpu_check(backend,
+                     cudaMemcpyAsync(gpu_flight(backend)->faults, backend->faults,
+                                     faults_bytes(backend->geometry), cudaMemcpyDeviceToHost,
+                                     backend->stream),
+                     "cannot fetch the report");
+}
+
+/* ---- Opening ---- */
+
 pkv_status store_open(struct backend *backend)
 {
     const struct geometry *geometry = backend->geometry;
@@ -125,12 +315,9 @@ pkv_status store_open(struct backend *backend)
         status = gpu_allocate(backend, faults_bytes(geometry), "a step's report",
                               (void **)&backend->faults);
     if (status == PKV_OK)
-        status =
-            gpu_allocate_pinned(backend, faults_bytes(geometry), (void **)&backend->faults_host);
-    if (status == PKV_OK)
         status = gpu_allocate_pinned(backend, largest_part_bytes(geometry),
                                      (void **)&backend->part_host);
-    return status;
+    return status == PKV_OK ? reserve_plan(backend, declared_plan_bytes(backend)) : status;
 }
 
 void store_close(struct backend *backend)
@@ -141,9 +328,15 @@ void store_close(struct backend *backend)
     if (backend->factor_offset)
         size_pools(backend, &dense, &factor);
     gpu_release_pinned(backend, largest_part_bytes(geometry), backend->part_host);
-    gpu_release_pinned(backend, faults_bytes(geometry), backend->faults_host);
     gpu_release(backend, faults_bytes(geometry), backend->faults);
-    gpu_release_pinned(backend, backend->plan_bytes, backend->plan_host);
+    for (size_t i = 0; i < FLIGHTS; i++) {
+        struct flight *flight = &backend->flights[i];
+
+        gpu_release_pinned(backend, faults_bytes(geometry), flight->faults);
+        gpu_release_pinned(backend, flight->plan_bytes, flight->plan_host);
+        if (flight->done)
+            cudaEventDestroy(flight->done);
+    }
     gpu_release(backend, backend->plan_bytes, backend->plan_device);
     gpu_release(backend, factor, backend->factor);
     gpu_release(backend, dense, backend->dense);
@@ -173,136 +366,6 @@ struct layer_view store_layer(const struct backend *backend, size_t layer)
     view.factors_v = geometry->factors_v;
     view.softmax_scale = geometry->softmax_scale;
     return view;
-}
-
-/* ---- The plan ---- */
-
-/* What of the plan lies where in its memory. */
-struct plan_layout {
-    size_t items, tables, dense_jobs, factor_jobs, bytes;
-    size_t n_pages, n_dense, n_factor;
-};
-
-static size_t take(size_t *bytes, size_t n, size_t size)
-{
-    size_t at = *bytes;
-
-    *bytes += (n * size + 15) / 16 * 16;
-    return at;
-}
-
-static struct plan_layout lay_out_plan(const struct backend *backend)
-{
-    const struct backend_plan *plan = &backend->step.plan;
-    struct plan_layout layout = {};
-
-    for (size_t i = 0; i < plan->n_items; i++) {
-        layout.n_pages += pages_count(&backend->geometry->policy, plan->items[i].tokens);
-        for (size_t j = 0; j < plan->items[i].n_changes; j++) {
-            if (plan->items[i].changes[j].to.kind == SLOT_FACTOR)
-                layout.n_factor++;
-            else
-                layout.n_dense++;
-        }
-    }
-    layout.items = take(&layout.bytes, plan->n_items, sizeof(struct device_item));
-    layout.tables = take(&layout.bytes, layout.n_pages, sizeof(struct page));
-    layout.dense_jobs = take(&layout.bytes, layout.n_dense, sizeof(struct device_job));
-    layout.factor_jobs = take(&layout.bytes, layout.n_factor, sizeof(struct device_job));
-    return layout;
-}
-
-static void write_plan(const struct backend *backend, const struct plan_layout *layout)
-{
-    const struct backend_plan *plan = &backend->step.plan;
-    unsigned char *to = backend->plan_host;
-    struct device_item *items = (struct device_item *)(void *)(to + layout->items);
-    struct page *tables = (struct page *)(void *)(to + layout->tables);
-    struct device_job *dense = (struct device_job *)(void *)(to + layout->dense_jobs);
-    struct device_job *factor = (struct device_job *)(void *)(to + layout->factor_jobs);
-    size_t first_page = 0;
-
-    for (size_t i = 0; i < plan->n_items; i++) {
-        const struct backend_item *item = &plan->items[i];
-        const size_t pages = pages_count(&backend->geometry->policy, item->tokens);
-
-        items[i].tokens = item->tokens;
-        items[i].new_tokens = item->new_tokens;
-        items[i].first_row = item->first_row;
-        items[i].first_page = first_page;
-        memcpy(tables + first_page, item->table, pages * sizeof *tables);
-        first_page += pages;
-        for (size_t j = 0; j < item->n_changes; j++) {
-            const struct page_change *change = &item->changes[j];
-            struct device_job *job = change->to.kind == SLOT_FACTOR ? factor++ : dense++;
-
-            job->first_row = item->first_row + change->first_new;
-            job->from_slot = change->from.slot;
-            job->to_slot = change->to.slot;
-            job->cached_tokens = (uint32_t)change->cached_tokens;
-            job->new_tokens = (uint32_t)change->new_tokens;
-        }
-    }
-}
-
-/* Room for twice as much as is needed, so that growing stays rare. */
-static pkv_status reserve_plan(struct backend *backend, size_t bytes)
-{
-    pkv_status status;
-
-    if (bytes <= backend->plan_bytes)
-        return PKV_OK;
-    gpu_release_pinned(backend, backend->plan_bytes, backend->plan_host);
-    gpu_release(backend, backend->plan_bytes, backend->plan_device);
-    backend->plan_host = backend->plan_device = NULL;
-    backend->plan_bytes = 2 * bytes;
-    status =
-        gpu_allocate(backend, backend->plan_bytes, "a step's plan", (void **)&backend->plan_device);
-    if (status == PKV_OK)
-        status = gpu_allocate_pinned(backend, backend->plan_bytes, (void **)&backend->plan_host);
-    if (status != PKV_OK) {
-        gpu_release(backend, backend->plan_bytes, backend->plan_device);
-        backend->plan_device = NULL;
-        backend->plan_bytes = 0;
-    }
-    return status;
-}
-
-/* Nothing of the last step is under way any more: its end, or its abort, has waited. */
-pkv_status store_step_begin(struct backend *backend)
-{
-    const struct plan_layout layout = lay_out_plan(backend);
-    const size_t layers_bytes = backend->geometry->layers * sizeof *backend->faults;
-    struct plan_view *view = &backend->step.view;
-    pkv_status status = reserve_plan(backend, layout.bytes);
-
-    if (status != PKV_OK)
-        return status;
-    write_plan(backend, &layout);
-    view->items = (const struct device_item *)(void *)(backend->plan_device + layout.items);
-    view->tables = (const struct page *)(void *)(backend->plan_device + layout.tables);
-    view->dense_jobs =
-        (const struct device_job *)(void *)(backend->plan_device + layout.dense_jobs);
-    view->factor_jobs =
-        (const struct device_job *)(void *)(backend->plan_device + layout.factor_jobs);
-    view->n_items = backend->step.plan.n_items;
-    view->n_dense = layout.n_dense;
-    view->n_factor = layout.n_factor;
-    view->rows = backend->step.plan.rows;
-    status = gpu_check(backend,
-                       cudaMemcpyAsync(backend->plan_device, backend->plan_host, layout.bytes,
-                                       cudaMemcpyHostToDevice, backend->stream),
-                       "cannot upload the plan");
-    if (status == PKV_OK)
-        status = gpu_check(backend,
-                           cudaMemsetAsync(backend->faults, 0xff, layers_bytes, backend->stream),
-                           "cannot clear the report");
-    if (status == PKV_OK)
-        status = gpu_check(backend,
-                           cudaMemsetAsync(backend->faults + backend->geometry->layers, 0,
-                                           sizeof(struct device_report), backend->stream),
-                           "cannot clear the report");
-    return status;
 }
 
 /* ---- Rounding ---- */
@@ -344,10 +407,17 @@ __device__ static unsigned long long fault_number(const struct plan_view *plan, 
 }
 
 /* One block a row and head. */
-__global__ static void check_rows(struct layer_view layer, struct plan_view plan, pkv_input k,
-                                  pkv_input v, struct layer_faults *faults)
+__global__ static void check_rows(struct layer_view layer, const struct plan_view *plan,
+                                  size_t rows, pkv_input k, pkv_input v,
+                                  struct layer_faults *faults, struct device_report *report)
 {
-    const size_t n = plan.rows * layer.kv_heads;
+    const size_t n = rows * layer.kv_heads;
+
+    /* A graph of other steps has computed nothing. */
+    if (rows != plan->rows)
+        return;
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        atomicAdd(&report->layers, 1ull);
 
     for (size_t number = blockIdx.x; number < n; number += gridDim.x) {
         const size_t row = number / layer.kv_heads;
@@ -358,7 +428,7 @@ __global__ static void check_rows(struct layer_view layer, struct plan_view plan
             const float x = input_element(is_key ? &k : &v, row, head, is_key ? i : i - layer.d);
 
             if (!is_finite(rounded_element(layer.dtype, x)))
-                atomicMin(&faults->value, fault_number(&plan, layer.length, layer.kv_heads, row,
+                atomicMin(&faults->value, fault_number(plan, layer.length, layer.kv_heads, row,
                                                        head, is_key, is_finite(x)));
         }
     }
@@ -373,10 +443,10 @@ static const char *type_name(pkv_dtype dtype)
 
 /* The kernel tells of an element alone; a row that has a value that is not finite and another that
  * overflows is told by its first. */
-pkv_status store_fault(struct backend *backend, size_t layer, unsigned long long fault)
+pkv_status store_fault(struct backend *backend, const struct backend_plan *plan, size_t layer,
+                       unsigned long long fault)
 {
     const struct geometry *geometry = backend->geometry;
-    const struct backend_plan *plan = &backend->step.plan;
     const bool overflows = fault % 2;
     const size_t t = (size_t)(fault % FAULT_TOKENS / 2);
     const bool is_key = fault / FAULT_TOKENS % 2 == 0;
@@ -402,13 +472,13 @@ pkv_status store_fault(struct backend *backend, size_t layer, unsigned long long
 /* ---- Dense pages ---- */
 
 /* One block a job and head: the cached rows, where the page is copied, then the new ones. */
-__global__ static void append_rows(struct layer_view layer, struct plan_view plan, pkv_input k,
-                                   pkv_input v)
+__global__ static void append_rows(struct layer_view layer, const struct plan_view *plan,
+                                   size_t rows, pkv_input k, pkv_input v)
 {
-    const size_t n = plan.n_dense * layer.kv_heads;
+    const size_t n = rows == plan->rows ? plan->n_dense * layer.kv_heads : 0;
 
     for (size_t number = blockIdx.x; number < n; number += gridDim.x) {
-        const struct device_job *job = &plan.dense_jobs[number / layer.kv_heads];
+        const struct device_job *job = &plan->dense_jobs[number / layer.kv_heads];
         const unsigned head = (unsigned)(number % layer.kv_heads);
         unsigned char *to = dense_page(&layer, job->to_slot, head);
 
@@ -438,12 +508,14 @@ pkv_status store_run(struct backend *backend, size_t layer, const pkv_step_io *i
 {
     const struct layer_view view = store_layer(backend, layer);
     const struct plan_view *plan = &backend->step.view;
+    const size_t n_dense = backend->step.capturing ? plan->n_items : plan->n_dense;
 
     PKV_LAUNCH(check_rows, blocks_of(plan->rows * view.kv_heads), gpu_threads(2 * view.d), 0,
-               backend->stream, view, *plan, io->k, io->v, backend->faults + layer);
-    if (plan->n_dense > 0)
-        PKV_LAUNCH(append_rows, blocks_of(plan->n_dense * view.kv_heads), BLOCK_THREADS, 0,
-                   backend->stream, view, *plan, io->k, io->v);
+               backend->stream, view, gpu_plan(backend), plan->rows, io->k, io->v,
+               backend->faults + layer, gpu_report(backend, backend->faults));
+    if (n_dense > 0)
+        PKV_LAUNCH(append_rows, blocks_of(n_dense * view.kv_heads), BLOCK_THREADS, 0,
+                   backend->stream, view, gpu_plan(backend), plan->rows, io->k, io->v);
     return gpu_check_launch(backend, "cannot store K and V");
 }
 

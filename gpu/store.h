@@ -11,15 +11,19 @@ void store_close(struct backend *backend);
 
 struct layer_view store_layer(const struct backend *backend, size_t layer);
 
-/* Uploads the plan of the open step. */
+/* Queues: the plan of the open step to the device; an empty report. */
 pkv_status store_step_begin(struct backend *backend);
+
+/* Queues: the step's report to the host. */
+pkv_status store_fetch_report(struct backend *backend);
 
 /* Queues: a look for the first element of K and V that is not finite once rounded, then what the
  * dense jobs say. */
 pkv_status store_run(struct backend *backend, size_t layer, const pkv_step_io *io);
 
-/* The message of a layer's value fault. */
-pkv_status store_fault(struct backend *backend, size_t layer, unsigned long long fault);
+/* The message of a layer's value fault in a step of that plan. */
+pkv_status store_fault(struct backend *backend, const struct backend_plan *plan, size_t layer,
+                       unsigned long long fault);
 
 /* See struct backend_ops. */
 pkv_status store_rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot);

@@ -73,6 +73,9 @@ struct backend_plan {
     size_t rows; /* new tokens of all items */
 };
 
+/* Steps that may be submitted and not yet settled. */
+#define MAX_SUBMITTED 4
+
 struct backend; /* one cache's instance; each backend defines it as it likes */
 
 struct backend_ops {
@@ -104,6 +107,19 @@ struct backend_ops {
     pkv_status (*step_end)(struct backend *backend, struct step_report *report);
     /* Frees the scratch, after commit and abort alike. */
     void (*step_close)(struct backend *backend);
+
+    /* These three are NULL where everything is done when a call returns. */
+
+    /* In place of all layers: the caller has a graph of them, captured in another step, compute
+     * them. After a failure they may still come one by one. */
+    pkv_status (*step_replay)(struct backend *backend);
+    /* In place of step_end and step_close, without waiting. What the plan points to stays valid
+     * until the step is settled. After a failure the step is still open. */
+    pkv_status (*step_submit)(struct backend *backend);
+    /* Returns and reports what step_end would have, of the oldest step that was submitted, and
+     * forgets it. Without `wait` *done is false, and nothing happens, while it is under way. */
+    pkv_status (*step_settle)(struct backend *backend, bool wait, bool *done,
+                              struct step_report *report);
 
     /* Rebuilds a factorized page into a dense slot, all layers and heads: X = L R in f32,
      * rounded to the storage type. */

@@ -163,6 +163,8 @@ static pkv_status open_cache(const struct backend_ops *ops, const pkv_config *co
                                 .max_step_tokens = config->max_step_tokens ? config->max_step_tokens
                                                                            : config->max_tokens};
     cache->step.cache = cache;
+    cache->submits = (config->step_flags & PKV_STEP_ASYNC) != 0 && config->stream != NULL &&
+                     ops->step_submit != NULL;
 
     status = reserve(cache, config);
     if (status != PKV_OK)
@@ -243,6 +245,7 @@ void pkv_cache_close(pkv_cache *cache)
     if (cache == NULL)
         return;
     pkv_step_abort(&cache->step);
+    cache_settle(cache, true);
     while (cache->first)
         pkv_seq_close(cache->first);
     free_cache(cache);

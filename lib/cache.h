@@ -15,6 +15,9 @@ struct pkv_seq {
     size_t table_capacity;
     size_t tokens; /* T */
     bool in_step;
+    /* Not PKV_OK: what a submitted step failed with, before which it had good_tokens. */
+    pkv_status failed;
+    size_t good_tokens;
 };
 
 /* Embedded in its cache; closed: zeroed but for `cache`. */
@@ -56,6 +59,10 @@ struct pkv_cache {
     size_t n_sequences;
     struct pkv_step step;
 
+    bool submits;                             /* steps are committed before they are computed */
+    struct pkv_step submitted[MAX_SUBMITTED]; /* and not settled; the oldest first */
+    size_t n_submitted;
+
     size_t transient_peak_bytes;
     uint64_t factorized_pages;
     double factorize_seconds;
@@ -81,6 +88,19 @@ size_t cache_tokens(const struct pkv_cache *cache);
 
 /* The same, but those in a shared slot count once. */
 size_t cache_stored_tokens(struct pkv_cache *cache);
+
+/*
+ * Settles the submitted steps that are done; with `wait` all of them. Where one has failed its
+ * sequences have, and all are settled. Returns the first failure, with its message.
+ */
+pkv_status cache_settle(struct pkv_cache *cache, bool wait);
+
+/* Settles all steps. PKV_OK where none has failed and the sequence had not before, else a status
+ * with the message. */
+pkv_status sequence_settle(struct pkv_seq *seq);
+
+/* PKV_OK, or for a sequence that has failed the status with a message. */
+pkv_status sequence_check(const struct pkv_seq *seq);
 
 /* Makes room for `pages` entries in the table. Errors: PKV_ERROR_MEMORY, without a message. */
 pkv_status sequence_reserve(struct pkv_seq *seq, size_t pages);

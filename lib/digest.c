@@ -102,8 +102,10 @@ pkv_status pkv_seq_digest(pkv_seq *seq, uint64_t *digest)
         return fail(&seq->cache->message, PKV_ERROR_ARGUMENT, "digest: NULL");
     XXH3_64bits_reset(&state);
 
-    pkv_status status = put_sequence(&state, seq);
+    pkv_status status = sequence_settle(seq);
 
+    if (status == PKV_OK)
+        status = put_sequence(&state, seq);
     if (status == PKV_OK)
         *digest = XXH3_64bits_digest(&state);
     return status;
@@ -119,8 +121,11 @@ pkv_status pkv_cache_digest(pkv_cache *cache, uint64_t *digest)
     if (digest == NULL)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "digest: NULL");
     XXH3_64bits_reset(&state);
-    for (struct pkv_seq *seq = cache->first; seq && status == PKV_OK; seq = seq->next)
-        status = put_sequence(&state, seq);
+    for (struct pkv_seq *seq = cache->first; seq && status == PKV_OK; seq = seq->next) {
+        status = sequence_settle(seq);
+        if (status == PKV_OK)
+            status = put_sequence(&state, seq);
+    }
     if (status == PKV_OK)
         *digest = XXH3_64bits_digest(&state);
     return status;

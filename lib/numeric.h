@@ -39,6 +39,21 @@ EVERYWHERE size_t min_size(size_t a, size_t b)
     return a < b ? a : b;
 }
 
+/* a + b and a * b, or SIZE_MAX where they do not fit. */
+static inline size_t size_add(size_t a, size_t b)
+{
+    size_t sum;
+
+    return __builtin_add_overflow(a, b, &sum) ? SIZE_MAX : sum;
+}
+
+static inline size_t size_multiply(size_t a, size_t b)
+{
+    size_t product;
+
+    return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;
+}
+
 /* Bytes of one element of a valid type. */
 EVERYWHERE size_t storage_element_bytes(pkv_dtype dtype)
 {

@@ -61,7 +61,7 @@ typedef enum pkv_status {
     PKV_ERROR_VALUE = 5,       /* K or V is not finite, or overflows the form it is stored in */
     PKV_ERROR_UNSUPPORTED = 6, /* this machine or build lacks the backend or instruction set */
     PKV_ERROR_SOLVER = 7,      /* PKV_SOLVER_LAPACK did not converge */
-    PKV_ERROR_DEVICE = 8,      /* the backend's device failed */
+    PKV_ERROR_DEVICE = 8,      /* the device failed; with CUDA often for all of the process */
     PKV_ERROR_IO = 9,          /* a session could not be read or written */
     PKV_ERROR_FORMAT = 10,     /* a session is damaged, or what was read is none */
     PKV_ERROR_MISMATCH = 11    /* a session is of another model or of other settings */
@@ -113,6 +113,22 @@ typedef enum pkv_solver {
      */
     PKV_SOLVER_LAPACK = 0
 } pkv_solver;
+
+/* How steps are done; bits of pkv_config.step_flags. */
+typedef enum pkv_step_flags {
+    /*
+     * On a device, with a stream of the caller's: pkv_step_end() commits without waiting for what
+     * was queued. What it would have failed with comes from the next call that finds the step done;
+     * pkv_step_begin() looks, and waits for one of four steps under way, and every other call that
+     * reads or changes sequences waits for all. That call does nothing else, but for
+     * pkv_seq_close(), which closes. Then each sequence of the step accepts only
+     * pkv_seq_truncate(), to exactly the tokens that it had before the step, or pkv_seq_close();
+     * any other call on it returns the same status, and the message tells how many tokens these
+     * are: fewer where the step has factorized the page that was incomplete before it, up to the
+     * first token of that page. Elsewhere the flag means nothing.
+     */
+    PKV_STEP_ASYNC = 1
+} pkv_step_flags;
 
 /*
  * Where the library's memory comes from. Both functions or neither must be set; neither means
@@ -181,6 +197,8 @@ typedef struct pkv_config {
     void *stream;
 
     pkv_allocator allocator; /* all zero */
+
+    size_t step_flags; /* of pkv_step_flags; 0 */
 } pkv_config;
 
 /* Sets every field to the default named above and the required ones to 0. `struct_size` is
@@ -336,10 +354,27 @@ pkv_status pkv_step_begin(pkv_cache *cache, const pkv_step_item *items, size_t n
 pkv_status pkv_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io);
 
 /*
+ * In place of all calls of pkv_step_layer(), on CUDA with a stream of the caller's: a graph that
+ * the caller launches on that stream before pkv_step_end(). It was captured from an earlier step of
+ * this cache, the layers of which, one token for each of as many items as this step has, were taken
+ * while the stream was being captured. Between pkv_step_begin() and the first layer capturing
+ * begins, and it ends before pkv_step_end(); nothing has been computed then, so that the graph is
+ * to be launched for that step too. It has the operands of that step, and serves sequences of any
+ * length. pkv_step_end() tells whether it has been launched.
+ * After a failure the layers can be taken one by one.
+ * Errors: PKV_ERROR_ARGUMENT (layers were taken, items of several tokens, nothing was captured, or
+ * what was is of no use since forks have made the page tables longer than max_tokens: capture
+ * again), PKV_ERROR_UNSUPPORTED (the CPU).
+ */
+pkv_status pkv_step_replay(pkv_step *step);
+
+/*
  * Commits: the new tokens count from now on and due pages are factorized. On the CPU it cannot fail
  * once every layer has succeeded. On a device layers are only queued: this function waits for them
- * and returns what a layer should have. The step stays open for abort after any failure.
- * Errors: PKV_ERROR_ARGUMENT (a layer is missing or failed), PKV_ERROR_VALUE, PKV_ERROR_DEVICE.
+ * and returns what a layer should have; but see PKV_STEP_ASYNC. The step stays open for abort after
+ * any failure.
+ * Errors: PKV_ERROR_ARGUMENT (a layer is missing or failed, a graph was not launched),
+ * PKV_ERROR_VALUE, PKV_ERROR_DEVICE.
  */
 pkv_status pkv_step_end(pkv_step *step);
 
@@ -398,7 +433,9 @@ typedef struct pkv_stats {
      * 0 in a sequence's statistics. */
     size_t transient_peak_bytes;
     uint64_t factorized_pages; /* pages factorized by committed steps since open */
-    double factorize_seconds;  /* wall time of it, all layers; 0 in a sequence's statistics */
+    /* Wall time of it, all layers, without steps that a graph computed or that were not waited for;
+     * 0 in a sequence's statistics. */
+    double factorize_seconds;
     /* Of these how often a page's K or V of one layer and head was left at PKV_SOLVER_BATCHED's
      * iteration limit, with a larger error than need be; 0 in a sequence's statistics. */
     uint64_t capped_pages;

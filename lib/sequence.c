@@ -46,6 +46,8 @@ pkv_status pkv_seq_close(pkv_seq *seq)
 
     if (seq->in_step)
         return busy(cache);
+    /* Steps under way know their sequences. What has become of them others will hear. */
+    cache_settle(cache, true);
     for (size_t p = 0; p < pages_count(&cache->geometry.policy, seq->tokens); p++)
         cache_release_page(cache, seq->table[p]);
     if (seq->previous)
@@ -100,8 +102,10 @@ pkv_status pkv_seq_fork(pkv_seq *seq, pkv_seq **result)
     if (seq->in_step)
         return busy(cache);
 
-    pkv_status status = pkv_seq_open(cache, &fork);
+    pkv_status status = sequence_settle(seq);
 
+    if (status == PKV_OK)
+        status = pkv_seq_open(cache, &fork);
     if (status != PKV_OK)
         return status;
     if (sequence_reserve(fork, pages) != PKV_OK) {
@@ -151,13 +155,19 @@ pkv_status pkv_seq_truncate(pkv_seq *seq, size_t tokens)
 
     if (seq->in_step)
         return busy(cache);
+
+    pkv_status status = cache_settle(cache, true);
+
+    if (status == PKV_OK && tokens != seq->good_tokens)
+        status = sequence_check(seq);
+    if (status != PKV_OK)
+        return status;
     if (tokens > seq->tokens)
         return fail(&cache->message, PKV_ERROR_ARGUMENT,
                     "tokens: %zu are more than the sequence has (%zu)", tokens, seq->tokens);
     /* Never so with T unchanged: the incomplete last page is dense. */
     if (tokens % policy->page_tokens != 0 && seq->table[pages - 1].kind == SLOT_FACTOR) {
-        pkv_status status = make_dense(seq, pages - 1);
-
+        status = make_dense(seq, pages - 1);
         if (status != PKV_OK)
             return status;
     }
@@ -166,6 +176,7 @@ pkv_status pkv_seq_truncate(pkv_seq *seq, size_t tokens)
         seq->table[p] = (struct page){0};
     }
     seq->tokens = tokens;
+    seq->failed = PKV_OK;
     return PKV_OK;
 }
 
@@ -272,8 +283,10 @@ pkv_status pkv_seq_read_page(pkv_seq *seq, size_t layer, size_t kv_head, size_t 
     struct pkv_cache *cache = seq->cache;
     const struct geometry *geometry = &cache->geometry;
     size_t pages = pages_count(&geometry->policy, seq->tokens);
-    pkv_status status = PKV_OK;
+    pkv_status status = sequence_settle(seq);
 
+    if (status != PKV_OK)
+        return status;
     if (layer >= geometry->layers)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "layer: %zu of %zu", layer,
                     geometry->layers);

@@ -235,6 +235,9 @@ pkv_status pkv_seq_save(pkv_seq *seq, const pkv_session *theirs, const pkv_write
         return fail(message, PKV_ERROR_ARGUMENT, "writer: NULL");
     if (seq->in_step)
         return fail(message, PKV_ERROR_BUSY, "sequence: it is in the open step");
+    status = sequence_settle(seq);
+    if (status != PKV_OK)
+        return status;
 
     struct output output = {.writer = writer, .message = message};
     size_t id_bytes = strlen(session.model_id);
@@ -565,6 +568,9 @@ pkv_status pkv_seq_load(pkv_cache *cache, pkv_session *theirs, const pkv_reader 
         return status;
     if (reader == NULL || reader->read == NULL)
         return fail(message, PKV_ERROR_ARGUMENT, "reader: NULL");
+    status = cache_settle(cache, true);
+    if (status != PKV_OK)
+        return status;
 
     struct input input = {.reader = reader, .message = message};
     uint64_t numbers[NUMBERS];

@@ -6,6 +6,94 @@
 
 #include <string.h>
 
+static void account(struct pkv_cache *cache, const struct step_report *report)
+{
+    cache->factorize_seconds += report->factorize_seconds;
+    cache->capped_pages += report->capped_pages;
+}
+
+/* Frees what there is of a step. */
+static void clear_step(struct pkv_step *step)
+{
+    struct pkv_cache *cache = step->cache;
+
+    memory_release(&cache->memory, step->changes);
+    memory_release(&cache->memory, step->sequences);
+    memory_release(&cache->memory, step->items);
+    *step = (struct pkv_step){.cache = cache};
+}
+
+/* ---- Steps under way ---- */
+
+/* What a sequence had before the step is still there, but for a page that was incomplete then and
+ * has become factors of good and bad tokens alike. */
+static void mark_failed(const struct pkv_step *step, pkv_status status)
+{
+    const struct page_policy *policy = &step->cache->geometry.policy;
+
+    for (size_t i = 0; i < step->plan.n_items; i++) {
+        struct pkv_seq *seq = step->sequences[i];
+        size_t tokens = step->items[i].tokens;
+        size_t last = tokens / policy->page_tokens;
+
+        if (seq->failed != PKV_OK)
+            continue;
+        if (tokens % policy->page_tokens != 0 && seq->table[last].kind == SLOT_FACTOR)
+            tokens = last * policy->page_tokens;
+        seq->failed = status;
+        seq->good_tokens = tokens;
+    }
+}
+
+pkv_status cache_settle(struct pkv_cache *cache, bool wait)
+{
+    pkv_status first = PKV_OK;
+    struct message message = {""};
+
+    while (cache->n_submitted > 0) {
+        struct step_report report = {0};
+        bool done = true;
+        pkv_status status = cache->ops->step_settle(
+            cache->backend, wait || first != PKV_OK || cache->n_submitted == MAX_SUBMITTED, &done,
+            &report);
+
+        if (!done)
+            break;
+        if (status == PKV_OK) {
+            account(cache, &report);
+        } else {
+            mark_failed(&cache->submitted[0], status);
+            if (first == PKV_OK) {
+                first = status;
+                message = cache->message;
+            }
+        }
+        clear_step(&cache->submitted[0]);
+        cache->n_submitted--;
+        memmove(cache->submitted, cache->submitted + 1,
+                cache->n_submitted * sizeof *cache->submitted);
+    }
+    if (first != PKV_OK)
+        cache->message = message;
+    return first;
+}
+
+pkv_status sequence_check(const struct pkv_seq *seq)
+{
+    if (seq->failed == PKV_OK)
+        return PKV_OK;
+    return fail(&seq->cache->message, seq->failed,
+                "sequence: a step has failed; truncate it to %zu tokens or close it",
+                seq->good_tokens);
+}
+
+pkv_status sequence_settle(struct pkv_seq *seq)
+{
+    pkv_status status = cache_settle(seq->cache, true);
+
+    return status == PKV_OK ? sequence_check(seq) : status;
+}
+
 /* ---- Begin ---- */
 
 static pkv_status check_item(struct pkv_cache *cache, size_t i, const pkv_step_item *item)
@@ -20,7 +108,7 @@ static pkv_status check_item(struct pkv_cache *cache, size_t i, const pkv_step_i
         return fail(message, PKV_ERROR_ARGUMENT, "items[%zu].seq: it is there twice", i);
     if (item->tokens == 0)
         return fail(message, PKV_ERROR_ARGUMENT, "items[%zu].tokens: 0; expected 1 or more", i);
-    return PKV_OK;
+    return sequence_check(item->seq);
 }
 
 /* Whether the declared capacity has room. Slots are counted later. */
@@ -158,17 +246,6 @@ static void release_slots(struct pkv_step *step, bool from)
     }
 }
 
-/* Closes the step, whatever became of it. */
-static void clear_step(struct pkv_step *step)
-{
-    struct pkv_cache *cache = step->cache;
-
-    memory_release(&cache->memory, step->changes);
-    memory_release(&cache->memory, step->sequences);
-    memory_release(&cache->memory, step->items);
-    *step = (struct pkv_step){.cache = cache};
-}
-
 pkv_status pkv_step_begin(pkv_cache *cache, const pkv_step_item *items, size_t n_items,
                           pkv_step **result)
 {
@@ -187,8 +264,10 @@ pkv_status pkv_step_begin(pkv_cache *cache, const pkv_step_item *items, size_t n
     if (items == NULL || n_items == 0)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "items: none");
 
-    pkv_status status = check_items(cache, items, n_items, &rows);
+    pkv_status status = cache_settle(cache, false);
 
+    if (status == PKV_OK)
+        status = check_items(cache, items, n_items, &rows);
     if (status != PKV_OK)
         return status;
     step->bytes_before = cache->memory.bytes;
@@ -326,9 +405,7 @@ pkv_status pkv_step_layer(pkv_step *step, size_t layer, const pkv_step_io *io)
     return status;
 }
 
-/* ---- End ---- */
-
-pkv_status pkv_step_end(pkv_step *step)
+pkv_status pkv_step_replay(pkv_step *step)
 {
     if (step == NULL)
         return PKV_ERROR_ARGUMENT;
@@ -337,49 +414,106 @@ pkv_status pkv_step_end(pkv_step *step)
 
     if (!step->open)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: none is open");
+    if (step->failed || step->next_layer > 0)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT,
+                    "step: a graph takes the place of all layers; some were there before");
+    if (cache->ops->step_replay == NULL)
+        return fail(&cache->message, PKV_ERROR_UNSUPPORTED,
+                    "step: the backend \"%s\" has no graphs", cache->ops->name);
+
+    pkv_status status = cache->ops->step_replay(cache->backend);
+
+    if (status == PKV_OK)
+        step->next_layer = cache->geometry.layers;
+    return status;
+}
+
+/* ---- End ---- */
+
+/* Whether all is there to commit. */
+static pkv_status check_end(struct pkv_step *step)
+{
+    struct pkv_cache *cache = step->cache;
+    pkv_status status = PKV_OK;
+
+    if (!step->open)
+        return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: none is open");
     if (step->failed)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: it failed; only abort is valid");
     if (step->next_layer != cache->geometry.layers)
         return fail(&cache->message, PKV_ERROR_ARGUMENT, "step: layer %zu of %zu is missing",
                     step->next_layer, cache->geometry.layers);
+    /* An earlier step may have failed since this one began. */
+    for (size_t i = 0; i < step->plan.n_items && status == PKV_OK; i++)
+        status = sequence_check(step->sequences[i]);
+    step->failed = status != PKV_OK;
+    return status;
+}
 
+/* Waits, or leaves it to cache_settle(). */
+static pkv_status finish(struct pkv_step *step)
+{
+    struct pkv_cache *cache = step->cache;
     struct step_report report = {0};
-    pkv_status status = cache->ops->step_end(cache->backend, &report);
+    pkv_status status;
 
+    if (cache->submits)
+        return cache->ops->step_submit(cache->backend);
+    status = cache->ops->step_end(cache->backend, &report);
+    if (status != PKV_OK)
+        return status;
+    account(cache, &report);
+    cache->ops->step_close(cache->backend);
+    return PKV_OK;
+}
+
+static void commit_item(struct pkv_cache *cache, struct pkv_seq *seq,
+                        const struct backend_item *item)
+{
+    for (size_t i = 0; i < item->n_changes; i++) {
+        const struct page_change *change = &item->changes[i];
+
+        seq->table[change->page] = change->to;
+        if (change->to.kind == SLOT_FACTOR)
+            cache->factorized_pages++;
+        /* What a new slot takes over may stay in the old one for others. */
+        cache->stored_most = size_add(cache->stored_most, change->new_tokens);
+        if (change->from.kind == SLOT_DENSE && !same_page(change->from, change->to) &&
+            cache->dense.references[change->from.slot] > 1)
+            cache->stored_most = size_add(cache->stored_most, change->cached_tokens);
+    }
+    seq->tokens += item->new_tokens;
+    seq->in_step = false;
+}
+
+pkv_status pkv_step_end(pkv_step *step)
+{
+    if (step == NULL)
+        return PKV_ERROR_ARGUMENT;
+
+    struct pkv_cache *cache = step->cache;
+    pkv_status status = check_end(step);
+    size_t transient;
+
+    if (status != PKV_OK)
+        return status;
+    status = finish(step);
     if (status != PKV_OK) {
         step->failed = true;
         return status;
     }
-
-    size_t transient = cache->memory.peak_bytes - step->bytes_before;
-
+    transient = cache->memory.peak_bytes - step->bytes_before;
     if (cache->transient_peak_bytes < transient)
         cache->transient_peak_bytes = transient;
-    cache->factorize_seconds += report.factorize_seconds;
-    cache->capped_pages += report.capped_pages;
-    cache->ops->step_close(cache->backend);
-
-    for (size_t i = 0; i < step->plan.n_items; i++) {
-        const struct backend_item *item = &step->items[i];
-        struct pkv_seq *seq = step->sequences[i];
-
-        for (size_t j = 0; j < item->n_changes; j++) {
-            const struct page_change *change = &item->changes[j];
-
-            seq->table[change->page] = change->to;
-            if (change->to.kind == SLOT_FACTOR)
-                cache->factorized_pages++;
-            /* What a new slot takes over may stay in the old one for others. */
-            cache->stored_most = size_add(cache->stored_most, change->new_tokens);
-            if (change->from.kind == SLOT_DENSE && !same_page(change->from, change->to) &&
-                cache->dense.references[change->from.slot] > 1)
-                cache->stored_most = size_add(cache->stored_most, change->cached_tokens);
-        }
-        seq->tokens += item->new_tokens;
-        seq->in_step = false;
-    }
+    for (size_t i = 0; i < step->plan.n_items; i++)
+        commit_item(cache, step->sequences[i], &step->items[i]);
     release_slots(step, true);
-    clear_step(step);
+    if (cache->submits) {
+        cache->submitted[cache->n_submitted++] = *step;
+        *step = (struct pkv_step){.cache = cache};
+    } else {
+        clear_step(step);
+    }
     return PKV_OK;
 }
 

@@ -142,6 +142,9 @@ static pkv_status check_choices(const pkv_config *config, struct message *messag
     if (!storage_dtype_valid(config->dtype))
         return fail(message, PKV_ERROR_ARGUMENT, "dtype: %d is not a pkv_dtype",
                     (int)config->dtype);
+    if ((config->step_flags & ~(size_t)PKV_STEP_ASYNC) != 0)
+        return fail(message, PKV_ERROR_ARGUMENT, "step_flags: %zu is not made of pkv_step_flags",
+                    config->step_flags);
     if (config->threads > MAX_THREADS)
         return fail(message, PKV_ERROR_ARGUMENT, "threads: %u are more than %u", config->threads,
                     MAX_THREADS);

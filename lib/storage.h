@@ -15,21 +15,6 @@ struct storage {
     size_t factor_slots;
 };
 
-/* a + b and a * b, or SIZE_MAX where they do not fit. */
-static inline size_t size_add(size_t a, size_t b)
-{
-    size_t sum;
-
-    return __builtin_add_overflow(a, b, &sum) ? SIZE_MAX : sum;
-}
-
-static inline size_t size_multiply(size_t a, size_t b)
-{
-    size_t product;
-
-    return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;
-}
-
 bool storage_dtype_valid(pkv_dtype dtype);
 
 struct page_policy storage_policy(const pkv_config *config);

@@ -8,6 +8,7 @@
 #include "tests.h" /* after message.h: see there */
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -222,7 +223,7 @@ START_TEST(faults_at_the_end)
     pkv_step *step;
 
     tests_backend = &backend_cuda;
-    config.stream = cuda_host_open_stream();
+    config.stream = cuda_host_open_stream(0);
     cache = tests_open_cache(&config);
     ck_assert_int_eq(pkv_seq_open(cache, &item.seq), PKV_OK);
     ck_assert_int_eq(pkv_cache_digest(cache, &before), PKV_OK);
@@ -261,7 +262,548 @@ START_TEST(faults_at_the_end)
 }
 END_TEST
 
+/* ---- Steps that nobody waits for ---- */
+
+/* Operands of what is queued: they stay until it has run. */
+struct queued {
+    struct operands *operands[64];
+    size_t n;
+};
+
+static void close_queued(struct queued *queued)
+{
+    while (queued->n > 0)
+        operands_close(queued->operands[--queued->n]);
+}
+
+/* A step of a cache with a stream of the caller's, or of one on the CPU. V of token `bad` of the
+ * step is none in the last layer. */
+static pkv_status queue_step(pkv_cache *cache, pkv_seq *seq, size_t tokens, uint64_t seed,
+                             size_t bad, struct queued *queued)
+{
+    struct rows *rows = tests_allocate(1, sizeof *rows);
+    pkv_step_item item = {seq, tokens};
+    pkv_step *step;
+    pkv_status status = pkv_step_begin(cache, &item, 1, &step);
+
+    tests_seed(seed);
+    for (size_t layer = 0; layer < LAYERS && status == PKV_OK; layer++) {
+        pkv_step_io io = io_of(rows, 0), on_device = io;
+
+        fill_rows(rows);
+        if (bad < tokens && layer + 1 == LAYERS)
+            rows->v[bad * KV_HEADS * DIM + 3] = NAN;
+        if (cache->ops == &backend_cuda) {
+            ck_assert_uint_lt(queued->n, 64);
+            queued->operands[queued->n++] =
+                operands_upload(&io, tokens, QUERY_HEADS, KV_HEADS, DIM, &on_device);
+        }
+        status = pkv_step_layer(step, layer, &on_device);
+    }
+    if (status == PKV_OK)
+        status = pkv_step_end(step);
+    if (status != PKV_OK)
+        pkv_step_abort(step);
+    free(rows);
+    return status;
+}
+
+#define GOOD SIZE_MAX /* no token is bad */
+
+static uint64_t digest_of(pkv_seq *seq)
+{
+    uint64_t digest;
+
+    ck_assert_int_eq(pkv_seq_digest(seq, &digest), PKV_OK);
+    return digest;
+}
+
+static pkv_seq *open_seq(pkv_cache *cache)
+{
+    pkv_seq *seq;
+
+    ck_assert_int_eq(pkv_seq_open(cache, &seq), PKV_OK);
+    return seq;
+}
+
+static int write_nothing(void *opaque, const void *data, size_t bytes)
+{
+    (void)opaque;
+    (void)data;
+    (void)bytes;
+    ck_abort_msg("a sequence that has failed is written");
+}
+
+/* That a sequence that has failed accepts nothing but what it should. */
+static void check_refusals(pkv_cache *cache, pkv_seq *seq, size_t good, struct queued *queued)
+{
+    const pkv_session session = {sizeof session, NULL, NULL, 0};
+    const pkv_writer writer = {write_nothing, NULL};
+    float k[PAGE * DIM];
+    char expected[100];
+    uint64_t digest;
+    pkv_seq *fork;
+
+    snprintf(expected, sizeof expected,
+             "sequence: a step has failed; truncate it to %zu tokens or close it", good);
+    ck_assert_int_eq(pkv_seq_digest(seq, &digest), PKV_ERROR_VALUE);
+    ck_assert_str_eq(pkv_cache_message(cache), expected);
+    ck_assert_int_eq(pkv_cache_digest(cache, &digest), PKV_ERROR_VALUE);
+    ck_assert_int_eq(pkv_seq_read_page(seq, 0, 0, 0, k, NULL), PKV_ERROR_VALUE);
+    ck_assert_int_eq(pkv_seq_fork(seq, &fork), PKV_ERROR_VALUE);
+    ck_assert_ptr_null(fork);
+    ck_assert_int_eq(pkv_seq_save(seq, &session, &writer), PKV_ERROR_VALUE);
+    ck_assert_int_eq(queue_step(cache, seq, 1, 0, GOOD, queued), PKV_ERROR_VALUE);
+    ck_assert_str_eq(pkv_cache_message(cache), expected);
+    for (size_t tokens = good - 1; tokens <= good + 1; tokens += 2)
+        ck_assert_int_eq(pkv_seq_truncate(seq, tokens), PKV_ERROR_VALUE);
+}
+
+/* Steps run on while an earlier one's fault is not known yet. */
+START_TEST(faults_come_later)
+{
+    pkv_config config = make_config(PKV_BF16, PKV_FACTORS_NATIVE, PKV_FACTORS_INT4);
+    pkv_cache *caches[BOTH];
+    pkv_seq *bad[BOTH], *good[BOTH];
+    struct queued queued = {.n = 0};
+    uint64_t digest;
+
+    config.step_flags = PKV_STEP_ASYNC;
+    config.stream = cuda_host_open_stream(0); /* which the CPU does not look at */
+    for (size_t j = 0; j < BOTH; j++) {
+        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
+        caches[j] = tests_open_cache(&config);
+        bad[j] = open_seq(caches[j]);
+        good[j] = open_seq(caches[j]);
+        ck_assert_int_eq(queue_step(caches[j], bad[j], 40, 1, GOOD, &queued), PKV_OK);
+        ck_assert_int_eq(queue_step(caches[j], good[j], 70, 2, GOOD, &queued), PKV_OK);
+    }
+    ck_assert_uint_eq(caches[1]->n_submitted, 2);
+    ck_assert_uint_eq(pkv_seq_tokens(bad[1]), 40);
+    ck_assert_uint_eq(digest_of(bad[1]), digest_of(bad[0]));
+    ck_assert_uint_eq(caches[1]->n_submitted, 0);
+
+    /* The third one is bad, and tokens follow; the page that it completes leaves the window. */
+    ck_assert_int_eq(queue_step(caches[1], bad[1], 30, 3, 2, &queued), PKV_OK);
+    ck_assert_int_eq(queue_step(caches[1], bad[1], 30, 4, GOOD, &queued), PKV_OK);
+    ck_assert_int_eq(queue_step(caches[1], good[1], 5, 5, GOOD, &queued), PKV_OK);
+    ck_assert_int_eq(queue_step(caches[0], good[0], 5, 5, GOOD, &queued), PKV_OK);
+    ck_assert_uint_eq(caches[1]->n_submitted, 3);
+    ck_assert_uint_eq(pkv_seq_tokens(bad[1]), 100);
+    ck_assert_int_eq(pkv_seq_digest(good[1], &digest), PKV_ERROR_VALUE);
+    ck_assert_str_eq(pkv_cache_message(caches[1]),
+                     "layer 1, KV head 0, page 2 (token 42): V is not finite");
+    ck_assert_uint_eq(caches[1]->n_submitted, 0);
+    ck_assert_uint_eq(digest_of(good[1]), digest_of(good[0]));
+
+    /* Of 40 tokens 32 are left: page 2 became factors of good and bad ones. */
+    check_refusals(caches[1], bad[1], 32, &queued);
+    ck_assert_int_eq(pkv_seq_truncate(bad[1], 32), PKV_OK);
+    ck_assert_int_eq(pkv_seq_truncate(bad[0], 32), PKV_OK);
+    for (size_t j = 0; j < BOTH; j++)
+        ck_assert_int_eq(queue_step(caches[j], bad[j], 50, 6, GOOD, &queued), PKV_OK);
+    ck_assert_uint_eq(digest_of(bad[1]), digest_of(bad[0]));
+
+    /* A page that is still dense keeps its tokens. */
+    ck_assert_int_eq(queue_step(caches[1], bad[1], 3, 7, 0, &queued), PKV_OK);
+    ck_assert_int_eq(pkv_seq_truncate(bad[1], 82), PKV_ERROR_VALUE);
+    check_refusals(caches[1], bad[1], 82, &queued);
+    ck_assert_int_eq(pkv_seq_truncate(bad[1], 82), PKV_OK);
+    ck_assert_uint_eq(digest_of(bad[1]), digest_of(bad[0]));
+
+    /* One that is found while another step is open, in which it is. */
+    ck_assert_int_eq(queue_step(caches[1], bad[1], 3, 7, 0, &queued), PKV_OK);
+    for (size_t end = 0; end < 2; end++) {
+        pkv_step_item item = {bad[1], 1};
+        pkv_step *step;
+
+        if (end == 0) {
+            ck_assert_int_eq(pkv_step_begin(caches[1], &item, 1, &step), PKV_OK);
+            ck_assert_int_eq(pkv_seq_digest(good[1], &digest), PKV_ERROR_VALUE);
+            ck_assert_int_eq(pkv_step_end(step), PKV_ERROR_ARGUMENT);
+            pkv_step_abort(step);
+        } else {
+            ck_assert_int_eq(pkv_step_begin(caches[1], &item, 1, &step), PKV_ERROR_VALUE);
+        }
+    }
+
+    /* Closing closes, whatever was under way. */
+    ck_assert_int_eq(pkv_seq_truncate(bad[1], 82), PKV_OK);
+    ck_assert_int_eq(queue_step(caches[1], bad[1], 3, 7, 0, &queued), PKV_OK);
+    ck_assert_int_eq(pkv_seq_close(bad[1]), PKV_OK);
+    ck_assert_uint_eq(digest_of(good[1]), digest_of(good[0]));
+    ck_assert_int_eq(queue_step(caches[1], good[1], 3, 7, 0, &queued), PKV_OK);
+    for (size_t j = 0; j < BOTH; j++)
+        pkv_cache_close(caches[j]);
+    close_queued(&queued);
+    cuda_host_close_stream(config.stream);
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+}
+END_TEST
+
+/* More steps than may be under way: the oldest one is waited for. */
+START_TEST(many_steps_under_way)
+{
+    pkv_config config = make_config(PKV_F32, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
+    struct queued queued = {.n = 0};
+    uint64_t digests[BOTH];
+
+    config.step_flags = PKV_STEP_ASYNC;
+    config.stream = cuda_host_open_stream(0);
+    for (size_t j = 0; j < BOTH; j++) {
+        pkv_cache *cache;
+        pkv_seq *seq;
+
+        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
+        cache = tests_open_cache(&config);
+        seq = open_seq(cache);
+        for (size_t i = 0; i < 20; i++) {
+            ck_assert_int_eq(queue_step(cache, seq, 1 + i, i, GOOD, &queued), PKV_OK);
+            ck_assert_uint_le(cache->n_submitted, MAX_SUBMITTED);
+        }
+        digests[j] = digest_of(seq);
+        pkv_cache_close(cache);
+    }
+    ck_assert_uint_eq(digests[0], digests[1]);
+    close_queued(&queued);
+    cuda_host_close_stream(config.stream);
+}
+END_TEST
+
+/* ---- Graphs ---- */
+
+enum { GRAPH_TOKENS = 1000, GRAPH_SEQUENCES = 2 };
+
+/* Two sequences on both backends, one token each a step; on the device by one graph. */
+struct decoding {
+    pkv_cache *caches[BOTH];
+    pkv_step_item items[BOTH][GRAPH_SEQUENCES];
+    void *stream;
+    void *graph; /* NULL: not yet captured */
+    struct rows *rows[LAYERS];
+    struct operands *operands[LAYERS];
+    pkv_step_io on_device[LAYERS];
+};
+
+static void open_decoding(struct decoding *decoding, pkv_config *config)
+{
+    decoding->stream = config->stream = cuda_host_open_stream(0);
+    config->max_tokens = GRAPH_SEQUENCES * (GRAPH_TOKENS + 60);
+    for (size_t j = 0; j < BOTH; j++) {
+        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
+        decoding->caches[j] = tests_open_cache(config);
+        for (size_t i = 0; i < GRAPH_SEQUENCES; i++)
+            decoding->items[j][i] = (pkv_step_item){open_seq(decoding->caches[j]), 1};
+    }
+    for (size_t layer = 0; layer < LAYERS; layer++) {
+        pkv_step_io io;
+
+        decoding->rows[layer] = tests_allocate(1, sizeof *decoding->rows[layer]);
+        io = io_of(decoding->rows[layer], 1);
+        decoding->operands[layer] = operands_upload(&io, GRAPH_SEQUENCES, QUERY_HEADS, KV_HEADS,
+                                                    DIM, &decoding->on_device[layer]);
+    }
+}
+
+static void close_decoding(struct decoding *decoding)
+{
+    for (size_t j = 0; j < BOTH; j++)
+        pkv_cache_close(decoding->caches[j]);
+    for (size_t layer = 0; layer < LAYERS; layer++) {
+        operands_close(decoding->operands[layer]);
+        free(decoding->rows[layer]);
+    }
+    if (decoding->graph)
+        cuda_host_close_graph(decoding->graph);
+    cuda_host_close_stream(decoding->stream);
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+}
+
+static void fill_decoding(struct decoding *decoding)
+{
+    for (size_t layer = 0; layer < LAYERS; layer++) {
+        struct rows *rows = decoding->rows[layer];
+        const pkv_step_io io = io_of(rows, 1);
+
+        fill(rows->q, GRAPH_SEQUENCES * QUERY_HEADS * DIM);
+        fill(rows->k, GRAPH_SEQUENCES * KV_HEADS * DIM);
+        fill(rows->v, GRAPH_SEQUENCES * KV_HEADS * DIM);
+        operands_refresh(decoding->operands[layer], &io);
+    }
+}
+
+/* The layers of a step on the device, captured once. */
+static void replay(struct decoding *decoding, pkv_step *step)
+{
+    if (decoding->graph) {
+        ck_assert_int_eq(pkv_step_replay(step), PKV_OK);
+        return;
+    }
+    ck_assert_int_eq(pkv_step_replay(step), PKV_ERROR_ARGUMENT); /* of what? */
+    cuda_host_begin_capture(decoding->stream);
+    for (size_t layer = 0; layer < LAYERS; layer++)
+        ck_assert_int_eq(pkv_step_layer(step, layer, &decoding->on_device[layer]), PKV_OK);
+    decoding->graph = cuda_host_end_capture(decoding->stream);
+}
+
+static void decode(struct decoding *decoding)
+{
+    for (size_t j = 0; j < BOTH; j++) {
+        pkv_step *step;
+
+        ck_assert_int_eq(
+            pkv_step_begin(decoding->caches[j], decoding->items[j], GRAPH_SEQUENCES, &step),
+            PKV_OK);
+        if (j == 0) {
+            for (size_t layer = 0; layer < LAYERS; layer++) {
+                const pkv_step_io io = io_of(decoding->rows[layer], 0);
+
+                ck_assert_int_eq(pkv_step_layer(step, layer, &io), PKV_OK);
+            }
+        } else {
+            replay(decoding, step);
+            cuda_host_launch_graph(decoding->graph, decoding->stream);
+        }
+        ck_assert_int_eq(pkv_step_end(step), PKV_OK);
+    }
+}
+
+static void compare_decoding(const struct decoding *decoding)
+{
+    uint64_t digests[BOTH];
+
+    for (size_t j = 0; j < BOTH; j++)
+        ck_assert_int_eq(pkv_cache_digest(decoding->caches[j], &digests[j]), PKV_OK);
+    ck_assert_uint_eq(digests[0], digests[1]);
+    for (size_t layer = 0; layer < LAYERS; layer++) {
+        struct rows *rows = decoding->rows[layer];
+        const pkv_step_io io = io_of(rows, 1);
+        double most = 0.0, error = 0.0;
+
+        operands_fetch(decoding->operands[layer], &io);
+        for (size_t i = 0; i < GRAPH_SEQUENCES * QUERY_HEADS * DIM; i++) {
+            most = fmax(most, fabs((double)rows->out[0][i]));
+            error = fmax(error, fabs((double)rows->out[0][i] - (double)rows->out[1][i]));
+        }
+        require_msg(error <= 2e-5 * most, "outputs differ by %g of %g", error, most);
+    }
+}
+
+/* 0: with factors, a prompt before; 1: waiting for nothing, INT4 without a window, so that the page
+ * that a token completes becomes factors at once; 2: without factors. */
+START_TEST(one_graph_for_all_tokens)
+{
+    static const pkv_factors forms[] = {PKV_FACTORS_NATIVE, PKV_FACTORS_INT4, PKV_FACTORS_NONE};
+    const size_t tokens = _i == 0 ? GRAPH_TOKENS : 150;
+    pkv_config config = make_config(PKV_F32, forms[_i], forms[_i]);
+    struct decoding decoding = {.graph = NULL};
+    pkv_stats stats = {.struct_size = sizeof stats};
+    struct queued queued = {.n = 0};
+
+    config.window_pages = _i == 1 ? 0 : 1;
+    config.step_flags = _i == 1 ? PKV_STEP_ASYNC : 0;
+    open_decoding(&decoding, &config);
+    for (size_t j = 0; j < BOTH && _i == 0; j++)
+        ck_assert_int_eq(
+            queue_step(decoding.caches[j], decoding.items[j][1].seq, 37, 1, GOOD, &queued), PKV_OK);
+    for (size_t token = 0; token < tokens; token++) {
+        fill_decoding(&decoding);
+        decode(&decoding);
+        if (token % 99 == 0 || token + 1 == tokens)
+            compare_decoding(&decoding);
+    }
+    ck_assert_int_eq(pkv_cache_stats(decoding.caches[1], &stats), PKV_OK);
+    ck_assert_uint_eq(stats.pages[PKV_PAGE_FACTORIZED] > tokens / 10, _i != 2);
+    close_queued(&queued);
+    close_decoding(&decoding);
+}
+END_TEST
+
+/* What a graph does not serve is told, and so is one that nobody has launched. */
+START_TEST(graphs_refused)
+{
+    pkv_config config = make_config(PKV_F32, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
+    struct decoding decoding = {.graph = NULL};
+    pkv_step *step;
+    pkv_step_item items[GRAPH_SEQUENCES];
+
+    open_decoding(&decoding, &config);
+    fill_decoding(&decoding);
+    decode(&decoding);
+
+    /* Not launched, or of more items. */
+    for (size_t n = 1; n <= 2; n++) {
+        ck_assert_int_eq(pkv_step_begin(decoding.caches[1], decoding.items[1], n, &step), PKV_OK);
+        ck_assert_int_eq(pkv_step_replay(step), PKV_OK);
+        ck_assert_int_eq(pkv_step_replay(step), PKV_ERROR_ARGUMENT);
+        if (n == 1)
+            cuda_host_launch_graph(decoding.graph, decoding.stream);
+        ck_assert_int_eq(pkv_step_end(step), PKV_ERROR_ARGUMENT);
+        ck_assert_ptr_nonnull(
+            strstr(pkv_cache_message(decoding.caches[1]), "layers were computed"));
+        pkv_step_abort(step);
+    }
+    compare_decoding(&decoding);
+
+    /* Several tokens of an item. */
+    memcpy(items, decoding.items[1], sizeof items);
+    items[1].tokens = 2;
+    ck_assert_int_eq(pkv_step_begin(decoding.caches[1], items, 2, &step), PKV_OK);
+    ck_assert_int_eq(pkv_step_replay(step), PKV_ERROR_ARGUMENT);
+    cuda_host_begin_capture(decoding.stream);
+    ck_assert_int_eq(pkv_step_layer(step, 0, &decoding.on_device[0]), PKV_ERROR_ARGUMENT);
+    cuda_host_close_graph(cuda_host_end_capture(decoding.stream));
+    pkv_step_abort(step);
+
+    /* Begin and end while something is captured. */
+    cuda_host_begin_capture(decoding.stream);
+    ck_assert_int_eq(pkv_step_begin(decoding.caches[1], decoding.items[1], 2, &step),
+                     PKV_ERROR_ARGUMENT);
+    ck_assert_ptr_nonnull(strstr(pkv_cache_message(decoding.caches[1]), "captured"));
+    cuda_host_close_graph(cuda_host_end_capture(decoding.stream));
+
+    /* The CPU has no graphs. */
+    ck_assert_int_eq(pkv_step_begin(decoding.caches[0], decoding.items[0], 2, &step), PKV_OK);
+    ck_assert_int_eq(pkv_step_replay(step), PKV_ERROR_UNSUPPORTED);
+    pkv_step_abort(step);
+
+    fill_decoding(&decoding);
+    decode(&decoding);
+    compare_decoding(&decoding);
+    close_decoding(&decoding);
+}
+END_TEST
+
+/* ---- A device that fails ---- */
+
+/* An error that stays ends every cache of the device, and no other. */
+START_TEST(broken_device)
+{
+    enum { FIRST, SECOND, ELSEWHERE, ON_CPU, CACHES };
+    pkv_config config = make_config(PKV_BF16, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
+    struct queued queued = {.n = 0};
+    char message[PKV_MESSAGE_BYTES];
+    void *streams[CACHES];
+    pkv_cache *caches[CACHES];
+    pkv_seq *sequences[CACHES];
+    pkv_cache *cache;
+    uint64_t digest;
+
+    cuda_host_set_devices(2);
+    config.step_flags = _i == 1 ? PKV_STEP_ASYNC : 0;
+    for (size_t i = 0; i < CACHES; i++) {
+        tests_backend = i == ON_CPU ? &backend_cpu : &backend_cuda;
+        config.device = i == ELSEWHERE;
+        config.stream = streams[i] = cuda_host_open_stream(config.device);
+        caches[i] = tests_open_cache(&config);
+        sequences[i] = open_seq(caches[i]);
+        ck_assert_int_eq(queue_step(caches[i], sequences[i], 40, 1, GOOD, &queued), PKV_OK);
+        digest_of(sequences[i]);
+        ck_assert_int_eq(cuda_host_device(), 0);
+    }
+
+    /* Some kernel of the next step. */
+    cuda_host_break(0, 3);
+    if (_i == 0) {
+        ck_assert_int_eq(queue_step(caches[FIRST], sequences[FIRST], 9, 2, GOOD, &queued),
+                         PKV_ERROR_DEVICE);
+    } else {
+        ck_assert_int_eq(queue_step(caches[FIRST], sequences[FIRST], 9, 2, GOOD, &queued), PKV_OK);
+        ck_assert_int_eq(pkv_seq_digest(sequences[FIRST], &digest), PKV_ERROR_DEVICE);
+    }
+    ck_assert_ptr_nonnull(strstr(pkv_cache_message(caches[FIRST]), "CUDA device 0: "));
+    ck_assert_ptr_nonnull(strstr(pkv_cache_message(caches[FIRST]), "illegal memory access"));
+    if (_i == 1)
+        ck_assert_int_eq(pkv_seq_truncate(sequences[FIRST], 40), PKV_OK);
+    for (size_t i = FIRST; i <= SECOND; i++) {
+        pkv_step_item item = {sequences[i], 1};
+        pkv_step *step;
+        float k[PAGE * DIM];
+
+        ck_assert_uint_eq(pkv_seq_tokens(sequences[i]), 40);
+        ck_assert_int_eq(pkv_step_begin(caches[i], &item, 1, &step), PKV_ERROR_DEVICE);
+        ck_assert_int_eq(pkv_seq_digest(sequences[i], &digest), PKV_ERROR_DEVICE);
+        ck_assert_int_eq(pkv_seq_read_page(sequences[i], 0, 0, 0, k, NULL), PKV_ERROR_DEVICE);
+        ck_assert_uint_eq(pkv_seq_tokens(sequences[i]), 40);
+    }
+    config.device = 0;
+    config.stream = NULL;
+    ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message), PKV_ERROR_DEVICE);
+    ck_assert_ptr_nonnull(strstr(message, "illegal memory access"));
+
+    cuda_host_use_device(1);
+    for (size_t i = ELSEWHERE; i < CACHES; i++)
+        require_msg(queue_step(caches[i], sequences[i], 9, 2, GOOD, &queued) == PKV_OK, "%s",
+                    pkv_cache_message(caches[i]));
+    ck_assert_uint_eq(digest_of(sequences[ELSEWHERE]), digest_of(sequences[ON_CPU]));
+    for (size_t i = 0; i < CACHES; i++) {
+        pkv_cache_close(caches[i]);
+        cuda_host_close_stream(streams[i]);
+    }
+    close_queued(&queued);
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+}
+END_TEST
+
 /* ---- Memory ---- */
+
+/* More forks than the plan has room for, and no memory for a larger one. */
+START_TEST(no_memory_for_the_plan)
+{
+    enum { FORKS = 10 };
+    pkv_config config = make_config(PKV_F32, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
+    struct queued queued = {.n = 0};
+    pkv_step_item items[FORKS];
+    uint64_t before, after;
+    size_t free_slots;
+    pkv_cache *cache;
+    pkv_step *step;
+
+    tests_backend = &backend_cuda;
+    config.max_sequences = FORKS;
+    config.max_tokens = 400;
+    config.stream = cuda_host_open_stream(0);
+    cache = tests_open_cache(&config);
+    items[0] = (pkv_step_item){open_seq(cache), 1};
+    for (size_t i = 0; i < 4; i++)
+        ck_assert_int_eq(queue_step(cache, items[0].seq, 90, i, GOOD, &queued), PKV_OK);
+    for (size_t i = 1; i < FORKS; i++) {
+        items[i].tokens = 1;
+        ck_assert_int_eq(pkv_seq_fork(items[0].seq, &items[i].seq), PKV_OK);
+    }
+    ck_assert_int_eq(pkv_cache_digest(cache, &before), PKV_OK);
+    free_slots = cache->dense.n_free;
+    cuda_host_set_memory(cuda_host_memory());
+    ck_assert_int_eq(pkv_step_begin(cache, items, FORKS, &step), PKV_ERROR_MEMORY);
+    ck_assert_ptr_nonnull(strstr(pkv_cache_message(cache), "out of memory: a step's plan: "));
+    ck_assert_uint_eq(cache->dense.n_free, free_slots);
+    ck_assert_int_eq(pkv_cache_digest(cache, &after), PKV_OK);
+    ck_assert_uint_eq(before, after);
+    cuda_host_set_memory((size_t)1 << 30);
+    ck_assert_int_eq(pkv_step_begin(cache, items, FORKS, &step), PKV_OK);
+    pkv_step_abort(step);
+    ck_assert_int_eq(queue_step(cache, items[3].seq, 1, 1, GOOD, &queued), PKV_OK);
+    pkv_cache_close(cache);
+    close_queued(&queued);
+    cuda_host_close_stream(config.stream);
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+}
+END_TEST
+
+START_TEST(pool_larger_than_the_card)
+{
+    pkv_config config = make_config(PKV_F32, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
+    char message[PKV_MESSAGE_BYTES];
+    pkv_cache *cache;
+
+    config.max_tokens = (size_t)1 << 24;
+    ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message), PKV_ERROR_MEMORY);
+    ck_assert_ptr_nonnull(strstr(message, "CUDA device 0: out of memory: "));
+    ck_assert_ptr_nonnull(strstr(message, " of 1073741824 are free"));
+    ck_assert_ptr_null(cache);
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+}
+END_TEST
 
 START_TEST(device_memory_runs_out)
 {
@@ -300,7 +842,13 @@ START_TEST(refused)
     config.device = 1;
     ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message), PKV_ERROR_ARGUMENT);
     ck_assert_str_eq(message, "device: 1 is not one of the 1 CUDA devices");
+    cuda_host_set_devices(2);
     config.device = 0;
+    config.stream = cuda_host_open_stream(1);
+    ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message), PKV_ERROR_ARGUMENT);
+    ck_assert_str_eq(message, "stream: it is of CUDA device 1, the cache of device 0");
+    cuda_host_close_stream(config.stream);
+    config.stream = NULL;
     config.isa = "generic";
     ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message),
                      PKV_ERROR_UNSUPPORTED);
@@ -314,15 +862,32 @@ START_TEST(refused)
 }
 END_TEST
 
+static TCase *add_case(Suite *suite, const char *name)
+{
+    TCase *test = tcase_create(name);
+
+    suite_add_tcase(suite, test);
+    return test;
+}
+
 int main(void)
 {
     Suite *suite = suite_create("cuda");
-    TCase *test = tcase_create("cuda");
+    TCase *walk = add_case(suite, "walk");
+    TCase *steps = add_case(suite, "steps");
+    TCase *graphs = add_case(suite, "graphs");
+    TCase *errors = add_case(suite, "errors");
 
-    tcase_add_loop_test(test, same_bits_on_a_walk, 0, 12);
-    tcase_add_test(test, faults_at_the_end);
-    tcase_add_test(test, device_memory_runs_out);
-    tcase_add_test(test, refused);
-    suite_add_tcase(suite, test);
+    tcase_add_loop_test(walk, same_bits_on_a_walk, 0, 12);
+    tcase_add_test(steps, faults_at_the_end);
+    tcase_add_test(steps, faults_come_later);
+    tcase_add_test(steps, many_steps_under_way);
+    tcase_add_loop_test(graphs, one_graph_for_all_tokens, 0, 3);
+    tcase_add_test(graphs, graphs_refused);
+    tcase_add_loop_test(errors, broken_device, 0, 2);
+    tcase_add_test(errors, no_memory_for_the_plan);
+    tcase_add_test(errors, pool_larger_than_the_card);
+    tcase_add_test(errors, device_memory_runs_out);
+    tcase_add_test(errors, refused);
     return tests_run(suite);
 }

@@ -462,6 +462,19 @@ static pkv_status call_step_abort(struct world *world)
     return call_in_step(world, ABORT);
 }
 
+/* The CPU has none, and the step goes on. */
+static pkv_status call_step_replay(struct world *world)
+{
+    const pkv_step_item item = {world->seq, 1};
+    pkv_step *step;
+    pkv_status status;
+
+    ck_assert_int_eq(pkv_step_begin(world->cache, &item, 1, &step), PKV_OK);
+    status = tested(world, pkv_status, pkv_step_replay(step));
+    pkv_step_abort(step);
+    return status == PKV_ERROR_UNSUPPORTED ? PKV_OK : PKV_ERROR_VALUE;
+}
+
 /* ---- The table ---- */
 
 static const struct fault {
@@ -498,6 +511,7 @@ static const struct fault {
     {"pkv_step_begin", call_step_begin, true},
     {"pkv_step_end", call_step_end, false},
     {"pkv_step_layer", call_step_layer, false},
+    {"pkv_step_replay", call_step_replay, false},
     {"pkv_strerror", call_strerror, false},
     {"pkv_version", call_version, false},
 };

@@ -56,6 +56,7 @@ START_TEST(random_walks)
     ck_assert_uint_gt(counts.loaded, 500);
     ck_assert_uint_gt(counts.damaged, 500);
     ck_assert_uint_gt(counts.starved, 500);
+    ck_assert_uint_gt(counts.late, 100);
 }
 END_TEST
 

@@ -363,6 +363,41 @@ static pkv_status fake_step_end(struct backend *backend, struct step_report *rep
     return PKV_OK;
 }
 
+static pkv_status fake_step_replay(struct backend *backend)
+{
+    return fail(backend->message, PKV_ERROR_ARGUMENT, "backend: there is no graph");
+}
+
+static pkv_status fake_step_submit(struct backend *backend)
+{
+    if (backend->n_submitted == MAX_SUBMITTED)
+        violate(backend, "too many steps are submitted", 0, 0);
+    if (backend->fail_end != PKV_OK)
+        return fail(backend->message, backend->fail_end, "backend: failed on demand");
+    backend->submitted[backend->n_submitted++] = backend->fail_submitted;
+    backend->fail_submitted = PKV_OK;
+    fake_step_close(backend);
+    return PKV_OK;
+}
+
+static pkv_status fake_step_settle(struct backend *backend, bool wait, bool *done,
+                                   struct step_report *report)
+{
+    pkv_status status = backend->submitted[0];
+
+    if (backend->n_submitted == 0)
+        violate(backend, "nothing to settle", 0, 0);
+    *done = wait || !backend->slow;
+    if (!*done)
+        return PKV_OK;
+    backend->n_submitted--;
+    memmove(backend->submitted, backend->submitted + 1, backend->n_submitted * sizeof status);
+    if (status != PKV_OK)
+        return fail(backend->message, status, "backend: failed on demand");
+    report->capped_pages = 1;
+    return PKV_OK;
+}
+
 static pkv_status fake_rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
 {
     size_t n = slot_floats(backend->geometry);
@@ -484,6 +519,9 @@ const struct backend_ops backend_fake = {
     .step_layer = fake_step_layer,
     .step_end = fake_step_end,
     .step_close = fake_step_close,
+    .step_replay = fake_step_replay,
+    .step_submit = fake_step_submit,
+    .step_settle = fake_step_settle,
     .rebuild = fake_rebuild,
     .read = fake_read,
     .write = fake_write,

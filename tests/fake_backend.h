@@ -39,12 +39,18 @@ struct backend {
     const struct backend_plan *plan;
     void *scratch[2];
 
+    /* What the submitted steps come to, the oldest first. */
+    pkv_status submitted[MAX_SUBMITTED];
+    size_t n_submitted;
+    bool slow; /* none is done before somebody waits */
+
     /* What to fail with, and the layer that fails. */
     pkv_status fail_begin;
     pkv_status fail_layer;
     size_t failing_layer;
     pkv_status fail_end;
     pkv_status fail_rebuild;
+    pkv_status fail_submitted; /* the next step that is submitted, once it is settled */
 
     char violation[200]; /* the first breach of the contract in backend.h by the library; "" */
 };

@@ -23,7 +23,7 @@ struct walk_host {
 struct walk_counts {
     uint64_t factorized; /* pages, by committed steps */
     size_t committed, aborted, refused, forks, cuts, rebuilt, copied, saved, loaded, damaged,
-        starved;
+        starved, late;
 };
 
 struct walk;

@@ -18,10 +18,27 @@ void cuda_host_seed(uint64_t seed);
 void cuda_host_set_memory(size_t bytes);
 size_t cuda_host_memory(void);
 
+/* How many devices there are, 1 to begin with and 4 at most. Their memory is one. */
+void cuda_host_set_devices(int count);
+
+/* The calling thread's current device, which nobody else changes for good. */
+void cuda_host_use_device(int device);
+int cuda_host_device(void);
+
+/* The kernel of a device that runs after so many others of it fails, and so does every call of that
+ * device from then on, for good. */
+void cuda_host_break(int device, size_t kernels);
+
 /* A stream; what is queued runs when it is waited for. */
-void *cuda_host_open_stream(void);
+void *cuda_host_open_stream(int device);
 void cuda_host_wait(void *stream);
 void cuda_host_close_stream(void *stream);
+
+/* A graph of what is queued on a stream between the first two. */
+void cuda_host_begin_capture(void *stream);
+void *cuda_host_end_capture(void *stream);
+void cuda_host_launch_graph(void *graph, void *stream);
+void cuda_host_close_graph(void *graph);
 
 #ifdef __cplusplus
 }

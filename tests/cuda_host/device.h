@@ -160,28 +160,31 @@ static inline unsigned cuda_host_ballot(struct cuda_host_site site, unsigned mas
 
 /* ---- Atomics and arithmetic ---- */
 
+/* Atomic to ThreadSanitizer too; threads take turns anyway. */
+template <typename T, typename F> static inline T cuda_host_atomic(T *p, F change)
+{
+    T old, now;
+
+    __atomic_load(p, &old, __ATOMIC_RELAXED);
+    do
+        now = change(old);
+    while (!__atomic_compare_exchange(p, &old, &now, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return old;
+}
+
 template <typename T> static inline T atomicAdd(T *p, T value)
 {
-    T old = *p;
-
-    *p = (T)(old + value);
-    return old;
+    return cuda_host_atomic(p, [value](T old) { return (T)(old + value); });
 }
 
 template <typename T> static inline T atomicMin(T *p, T value)
 {
-    T old = *p;
-
-    *p = value < old ? value : old;
-    return old;
+    return cuda_host_atomic(p, [value](T old) { return value < old ? value : old; });
 }
 
 template <typename T> static inline T atomicMax(T *p, T value)
 {
-    T old = *p;
-
-    *p = value > old ? value : old;
-    return old;
+    return cuda_host_atomic(p, [value](T old) { return value > old ? value : old; });
 }
 
 static inline void __threadfence(void)
@@ -215,9 +218,11 @@ typedef enum cudaError {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
+    cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
     cudaErrorInvalidResourceHandle = 400,
+    cudaErrorNotReady = 600,
     cudaErrorIllegalAddress = 700,
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901
@@ -258,7 +263,8 @@ struct cudaDeviceProp {
     int multiProcessorCount;
 };
 
-#define cudaStreamNonBlocking 1u
+#define cudaStreamNonBlocking  1u
+#define cudaEventDisableTiming 2u
 
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaGetDevice(int *device);
@@ -271,6 +277,7 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes);
 cudaError_t cudaFree(void *pointer);
 cudaError_t cudaMallocHost(void **pointer, size_t bytes);
 cudaError_t cudaFreeHost(void *pointer);
+cudaError_t cudaMemGetInfo(size_t *available, size_t *all);
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t stream);
@@ -290,8 +297,11 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable);
 
 cudaError_t cudaEventCreate(cudaEvent_t *event);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end);
 
 cudaError_t cuda_host_allow_shared(const void *kernel, size_t bytes);

@@ -97,14 +97,40 @@ extern "C" struct operands *operands_upload(const pkv_step_io *io, size_t rows, 
     return operands;
 }
 
-extern "C" void operands_download(struct operands *operands, const pkv_step_io *io)
+static void refresh(struct operands *operands, struct operand *operand, const void *data)
+{
+    if (operand->block)
+        require(cudaMemcpyAsync(operand->block + operand->shift, data, operand->bytes,
+                                cudaMemcpyHostToDevice, operands->stream));
+}
+
+extern "C" void operands_refresh(struct operands *operands, const pkv_step_io *io)
+{
+    refresh(operands, &operands->q, io->q.data);
+    refresh(operands, &operands->k, io->k.data);
+    refresh(operands, &operands->v, io->v.data);
+    require(cudaStreamSynchronize(operands->stream));
+}
+
+extern "C" void operands_fetch(struct operands *operands, const pkv_step_io *io)
 {
     download(operands, &operands->out, io->out.data);
     download(operands, &operands->lse, io->lse);
     require(cudaStreamSynchronize(operands->stream));
+}
+
+/* The device may have failed since. */
+extern "C" void operands_close(struct operands *operands)
+{
     for (struct operand *operand :
          {&operands->q, &operands->k, &operands->v, &operands->out, &operands->lse})
-        require(cudaFree(operand->block));
-    require(cudaStreamDestroy(operands->stream));
+        cudaFree(operand->block);
+    cudaStreamDestroy(operands->stream);
     delete operands;
+}
+
+extern "C" void operands_download(struct operands *operands, const pkv_step_io *io)
+{
+    operands_fetch(operands, io);
+    operands_close(operands);
 }

@@ -16,7 +16,14 @@ struct operands;
 struct operands *operands_upload(const pkv_step_io *io, size_t rows, size_t query_heads,
                                  size_t kv_heads, size_t head_dim, pkv_step_io *on_device);
 
+/* Other rows in the same places. */
+void operands_refresh(struct operands *operands, const pkv_step_io *io);
+
 /* Copies what the layer has put out to where `io` wants it. */
+void operands_fetch(struct operands *operands, const pkv_step_io *io);
+void operands_close(struct operands *operands);
+
+/* Both. */
 void operands_download(struct operands *operands, const pkv_step_io *io);
 
 #ifdef __cplusplus

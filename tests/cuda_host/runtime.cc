@@ -44,6 +44,7 @@ struct cuda_host_graph {
 };
 
 struct cuda_host_stream {
+    int device;
     std::vector<struct operation> queue;
     struct cuda_host_graph *capture; /* not NULL: what is being captured */
     bool invalidated;
@@ -51,6 +52,15 @@ struct cuda_host_stream {
 
 struct cuda_host_event {
     double seconds;
+    cudaStream_t stream; /* it was recorded on */
+    size_t pending;
+};
+
+#define MAX_DEVICES 4
+
+struct device {
+    size_t kernels_left; /* before it fails */
+    cudaError_t broken;
 };
 
 static std::mutex lock;
@@ -66,12 +76,29 @@ static std::map<const void *, size_t> allowed_shared;
 static unsigned capturing;
 static uint64_t seed;
 static bool seeded;
+static int n_devices = 1;
+static struct device devices[MAX_DEVICES] = {{SIZE_MAX, cudaSuccess},
+                                             {SIZE_MAX, cudaSuccess},
+                                             {SIZE_MAX, cudaSuccess},
+                                             {SIZE_MAX, cudaSuccess}};
+static thread_local int current_device;
 static thread_local cudaError_t last_error;
 
 static cudaError_t failed(cudaError_t error)
 {
     last_error = error;
     return error;
+}
+
+/* What every call of a device comes to. */
+static cudaError_t state_of(int device)
+{
+    return devices[device].broken == cudaSuccess ? cudaSuccess : failed(devices[device].broken);
+}
+
+static cudaError_t state(void)
+{
+    return state_of(current_device);
 }
 
 /* ---- Memory ---- */
@@ -146,8 +173,8 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes)
     if (refuse_capture())
         return failed(cudaErrorStreamCaptureUnsupported);
     *pointer = NULL;
-    if (bytes == 0)
-        return cudaSuccess;
+    if (bytes == 0 || state() != cudaSuccess)
+        return state();
     if (bytes > memory_bytes - memory_used || memory_used > memory_bytes)
         return failed(cudaErrorMemoryAllocation);
     if (blocks.empty())
@@ -192,7 +219,7 @@ cudaError_t cudaFree(void *pointer)
     ASAN_POISON_MEMORY_REGION(pointer, block->second);
     memory_used -= block->second;
     blocks.erase(block);
-    return cudaSuccess;
+    return state();
 }
 
 cudaError_t cudaMallocHost(void **pointer, size_t bytes)
@@ -201,6 +228,8 @@ cudaError_t cudaMallocHost(void **pointer, size_t bytes)
 
     if (refuse_capture())
         return failed(cudaErrorStreamCaptureUnsupported);
+    if (state() != cudaSuccess)
+        return state();
     *pointer = malloc(bytes);
     if (*pointer == NULL)
         return failed(cudaErrorMemoryAllocation);
@@ -220,7 +249,16 @@ cudaError_t cudaFreeHost(void *pointer)
     if (pinned.erase(pointer) == 0)
         cuda_host_stop("cudaFreeHost(%p): no such block", pointer);
     free(pointer);
-    return cudaSuccess;
+    return state();
+}
+
+cudaError_t cudaMemGetInfo(size_t *available, size_t *all)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    *all = memory_bytes;
+    *available = memory_used < memory_bytes ? memory_bytes - memory_used : 0;
+    return state();
 }
 
 /* Whether [pointer, pointer + bytes) lies in one block of device memory. */
@@ -278,6 +316,12 @@ static void run_queue(cudaStream_t stream)
     fegetenv(&modes);
     fesetenv(FE_DFL_ENV);
     for (struct operation &operation : stream->queue) {
+        struct device *device = &devices[stream->device];
+
+        if (operation.kernel && device->kernels_left-- == 0)
+            device->broken = cudaErrorIllegalAddress;
+        if (device->broken != cudaSuccess)
+            break;
         if (operation.kernel && !open)
             open_arena();
         open = open || operation.kernel;
@@ -293,7 +337,11 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
 {
     if (flags != cudaStreamNonBlocking)
         cuda_host_stop("a stream that waits for the legacy default stream");
+    *stream = NULL;
+    if (state() != cudaSuccess)
+        return state();
     *stream = new cuda_host_stream();
+    (*stream)->device = current_device;
     return cudaSuccess;
 }
 
@@ -315,13 +363,12 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
         return failed(cudaErrorStreamCaptureUnsupported);
     }
     run_queue(stream);
-    return cudaSuccess;
+    return state_of(stream->device);
 }
 
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *device)
 {
-    (void)stream;
-    *device = 0;
+    *device = stream->device;
     return cudaSuccess;
 }
 
@@ -338,6 +385,8 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
         cuda_host_stop("cudaMemcpyAsync of %zu bytes to %p, which is elsewhere", bytes, to);
     if (from_device ? !on_device(from, bytes) : in_arena(from))
         cuda_host_stop("cudaMemcpyAsync of %zu bytes from %p, which is elsewhere", bytes, from);
+    if (state_of(stream->device) != cudaSuccess)
+        return state_of(stream->device);
     enqueue(
         stream,
         [=]() {
@@ -355,6 +404,8 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
         return cudaSuccess;
     if (!on_device(to, bytes))
         cuda_host_stop("cudaMemsetAsync of %zu bytes at %p, which is elsewhere", bytes, to);
+    if (state_of(stream->device) != cudaSuccess)
+        return state_of(stream->device);
     enqueue(
         stream, [=]() { memset(own_view(to), value, bytes); }, false);
     return cudaSuccess;
@@ -396,6 +447,8 @@ void cuda_host_enqueue(struct cuda_host_launch launch, cudaStream_t stream)
     std::lock_guard<std::mutex> guard(lock);
 
     check_launch(launch);
+    if (stream != NULL && state_of(stream->device) != cudaSuccess)
+        return;
     enqueue(
         stream,
         [launch]() {
@@ -419,7 +472,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
     *status = !stream->capture      ? cudaStreamCaptureStatusNone
               : stream->invalidated ? cudaStreamCaptureStatusInvalidated
                                     : cudaStreamCaptureStatusActive;
-    return cudaSuccess;
+    return state_of(stream->device);
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode)
@@ -461,6 +514,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream)
 {
     std::lock_guard<std::mutex> guard(lock);
 
+    if (state_of(stream->device) != cudaSuccess)
+        return state_of(stream->device);
     for (const struct operation &operation : executable->operations)
         enqueue(stream, operation.run, operation.kernel);
     return cudaSuccess;
@@ -482,30 +537,68 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable)
 
 cudaError_t cudaEventCreate(cudaEvent_t *event)
 {
+    *event = NULL;
+    if (state() != cudaSuccess)
+        return state();
     *event = new cuda_host_event();
     return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
+{
+    return cudaEventCreate(event);
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
     delete event;
-    return cudaSuccess;
+    return state();
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     std::lock_guard<std::mutex> guard(lock);
+    const bool captured = stream->capture != NULL;
 
+    if (state_of(stream->device) != cudaSuccess)
+        return state_of(stream->device);
+    if (!captured) {
+        event->stream = stream;
+        event->pending++;
+    }
     enqueue(
         stream,
-        [event]() {
+        [event, captured]() {
             struct timespec now;
 
             clock_gettime(CLOCK_MONOTONIC, &now);
             event->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+            event->pending -= !captured;
         },
         false);
     return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (event->stream && state_of(event->stream->device) != cudaSuccess)
+        return state_of(event->stream->device);
+    return event->pending > 0 ? cudaErrorNotReady : cudaSuccess;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (event->stream == NULL)
+        return cudaSuccess;
+    if (event->pending > 0 && event->stream->capture)
+        return failed(cudaErrorStreamCaptureUnsupported);
+    if (event->pending > 0)
+        run_queue(event->stream);
+    return state_of(event->stream->device);
 }
 
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end)
@@ -516,11 +609,9 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
 
 /* ---- The device ---- */
 
-static thread_local int current_device;
-
 cudaError_t cudaGetDeviceCount(int *count)
 {
-    *count = 1;
+    *count = n_devices;
     return cudaSuccess;
 }
 
@@ -532,7 +623,7 @@ cudaError_t cudaGetDevice(int *device)
 
 cudaError_t cudaSetDevice(int device)
 {
-    if (device != 0)
+    if (device < 0 || device >= n_devices)
         return failed(cudaErrorInvalidDevice);
     current_device = device;
     return cudaSuccess;
@@ -540,7 +631,7 @@ cudaError_t cudaSetDevice(int device)
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device)
 {
-    if (device != 0)
+    if (device < 0 || device >= n_devices)
         return failed(cudaErrorInvalidDevice);
     *properties = cudaDeviceProp{"the host", 9, 0, 4};
     return cudaSuccess;
@@ -551,7 +642,7 @@ cudaError_t cudaGetLastError(void)
     cudaError_t error = last_error;
 
     last_error = cudaSuccess;
-    return error;
+    return state() != cudaSuccess ? devices[current_device].broken : error;
 }
 
 const char *cudaGetErrorString(cudaError_t error)
@@ -561,6 +652,8 @@ const char *cudaGetErrorString(cudaError_t error)
         return "no error";
     case cudaErrorMemoryAllocation:
         return "out of memory";
+    case cudaErrorIllegalAddress:
+        return "an illegal memory access was encountered";
     case cudaErrorInvalidDevice:
         return "invalid device ordinal";
     case cudaErrorStreamCaptureUnsupported:
@@ -594,11 +687,36 @@ size_t cuda_host_memory(void)
     return memory_used;
 }
 
-void *cuda_host_open_stream(void)
+void cuda_host_set_devices(int count)
 {
+    if (count < 1 || count > MAX_DEVICES)
+        cuda_host_stop("%d devices", count);
+    n_devices = count;
+}
+
+void cuda_host_use_device(int device)
+{
+    current_device = device;
+}
+
+int cuda_host_device(void)
+{
+    return current_device;
+}
+
+void cuda_host_break(int device, size_t kernels)
+{
+    devices[device].kernels_left = kernels;
+}
+
+void *cuda_host_open_stream(int device)
+{
+    const int current = current_device;
     cudaStream_t stream;
 
+    current_device = device;
     cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    current_device = current;
     return stream;
 }
 
@@ -610,4 +728,33 @@ void cuda_host_wait(void *stream)
 void cuda_host_close_stream(void *stream)
 {
     cudaStreamDestroy((cudaStream_t)stream);
+}
+
+void cuda_host_begin_capture(void *stream)
+{
+    if (cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal) !=
+        cudaSuccess)
+        cuda_host_stop("the stream is being captured already");
+}
+
+void *cuda_host_end_capture(void *stream)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+
+    if (cudaStreamEndCapture((cudaStream_t)stream, &graph) != cudaSuccess)
+        cuda_host_stop("capturing failed");
+    cudaGraphInstantiate(&executable, graph, 0);
+    cudaGraphDestroy(graph);
+    return executable;
+}
+
+void cuda_host_launch_graph(void *graph, void *stream)
+{
+    cudaGraphLaunch((cudaGraphExec_t)graph, (cudaStream_t)stream);
+}
+
+void cuda_host_close_graph(void *graph)
+{
+    cudaGraphExecDestroy((cudaGraphExec_t)graph);
 }
