@@ -207,6 +207,7 @@ __device__ static void softmax(const struct attention_views *a, const struct uni
         }
         for (unsigned i = 16; i > 0; i /= 2)
             sum += __shfl_xor_sync(0xffffffffu, sum, i);
+        __syncwarp(); /* all have read m */
         if (lane == 0) {
             const float scale = before == -INFINITY ? 0.0f : expf(before - most);
 

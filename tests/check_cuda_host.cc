@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* tests/cuda_host: that kernels run as on a device, and that what is undefined there ends a test. */
+/* tests/cuda_host: that kernels run as on a device, and that what is undefined there ends a test.
+ */
 #include "device.h"
 
 #include <check.h>
@@ -255,13 +256,17 @@ static void from_another_half(int *out)
         out[threadIdx.x] = __shfl_sync(0xffffu, 1, 20);
 }
 
-static void nothing(int *) {}
+static void nothing(int *)
+{
+}
 
 struct big {
     char bytes[5000];
 };
 
-static void with_parameters(struct big) {}
+static void with_parameters(struct big)
+{
+}
 
 START_TEST(undefined)
 {
@@ -343,7 +348,8 @@ int main(void)
     tcase_add_test(test, graphs_run_again);
     tcase_add_test(test, memory_is_finite);
     tcase_add_loop_test_raise_signal(test, undefined, SIGABRT, 0, 15);
-#ifndef __SANITIZE_ADDRESS__ /* which reports it in its own way */
+#if !defined(__SANITIZE_ADDRESS__) &&                                                              \
+    !defined(__SANITIZE_THREAD__) /* which report it in their own way */
     tcase_add_test_raise_signal(test, host_reads_device_memory, SIGSEGV);
 #endif
     suite_add_tcase(suite, test);

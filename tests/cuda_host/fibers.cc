@@ -21,7 +21,7 @@
 #include <sanitizer/common_interface_defs.h>
 #define STACK_BYTES ((size_t)256 << 10)
 #else
-#define STACK_BYTES ((size_t)64 << 10)
+#define STACK_BYTES ((size_t)128 << 10)
 #endif
 
 #define GUARD_BYTES ((size_t)4096)
@@ -133,8 +133,8 @@ static void *new_frame(unsigned char *top, void (*entry)(void))
 #error "fibers.cc: no switch between stacks for this processor"
 #endif
 
-/* Stacks not in use; below each lies a page that nothing may touch. */
-static thread_local std::vector<unsigned char *> free_stacks;
+/* Fibers not in use; below each stack lies a page that nothing may touch. */
+static thread_local std::vector<struct fiber> free_fibers;
 
 #ifdef WITH_ASAN
 /* Of the thread's own stack, learnt when a fiber is first entered. */
@@ -168,6 +168,48 @@ static void end_switch(void *)
 }
 #endif
 
+/* ThreadSanitizer, where it is there. These files themselves are not built with it. */
+#define NO_SYNC 1u
+extern "C" void *__tsan_get_current_fiber(void) __attribute__((weak));
+extern "C" void *__tsan_create_fiber(unsigned flags) __attribute__((weak));
+extern "C" void __tsan_switch_to_fiber(void *fiber, unsigned flags) __attribute__((weak));
+extern "C" void __tsan_acquire(void *address) __attribute__((weak));
+extern "C" void __tsan_release(void *address) __attribute__((weak));
+extern "C" void AnnotateIgnoreReadsBegin(const char *file, int line) __attribute__((weak));
+extern "C" void AnnotateIgnoreReadsEnd(const char *file, int line) __attribute__((weak));
+extern "C" void AnnotateIgnoreWritesBegin(const char *file, int line) __attribute__((weak));
+extern "C" void AnnotateIgnoreWritesEnd(const char *file, int line) __attribute__((weak));
+
+bool fiber_threads(void)
+{
+    return __tsan_create_fiber != NULL;
+}
+
+void fiber_release(void *sync)
+{
+    if (fiber_threads())
+        __tsan_release(sync);
+}
+
+void fiber_acquire(void *sync)
+{
+    if (fiber_threads())
+        __tsan_acquire(sync);
+}
+
+void fiber_ignore(bool begin)
+{
+    if (!fiber_threads())
+        return;
+    if (begin) {
+        AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+        AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+    } else {
+        AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+        AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+    }
+}
+
 static thread_local void (*first_entry)(void);
 
 static void begin(void)
@@ -179,7 +221,7 @@ static void begin(void)
 
 void fiber_create(struct fiber *fiber, void (*entry)(void))
 {
-    if (free_stacks.empty()) {
+    if (free_fibers.empty()) {
         void *block = mmap(NULL, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
@@ -187,10 +229,12 @@ void fiber_create(struct fiber *fiber, void (*entry)(void))
             perror("cuda_host: no memory for a stack");
             abort();
         }
-        free_stacks.push_back((unsigned char *)block + GUARD_BYTES);
+        fiber->stack = (unsigned char *)block + GUARD_BYTES;
+        fiber->shadow = fiber_threads() ? __tsan_create_fiber(0) : NULL;
+    } else {
+        *fiber = free_fibers.back();
+        free_fibers.pop_back();
     }
-    fiber->stack = free_stacks.back();
-    free_stacks.pop_back();
 #ifdef WITH_ASAN
     __asan_unpoison_memory_region(fiber->stack, STACK_BYTES);
 #endif
@@ -201,12 +245,16 @@ void fiber_create(struct fiber *fiber, void (*entry)(void))
 
 void fiber_destroy(struct fiber *fiber)
 {
-    free_stacks.push_back(fiber->stack);
+    free_fibers.push_back(*fiber);
     fiber->stack = NULL;
 }
 
 void fiber_switch(struct fiber *from, struct fiber *to, bool dies)
 {
+    if (fiber_threads()) {
+        from->shadow = __tsan_get_current_fiber();
+        __tsan_switch_to_fiber(to->shadow, NO_SYNC);
+    }
     begin_switch(from, to, dies);
     fiber_switch_stacks(&from->stack_pointer, to->stack_pointer);
     end_switch(from->fake_stack);

@@ -10,6 +10,7 @@ struct fiber {
     void *stack_pointer; /* while it does not run */
     unsigned char *stack;
     void *fake_stack; /* AddressSanitizer's */
+    void *shadow;     /* ThreadSanitizer's; created with the stack */
 };
 
 /* A stack for a fiber that, when first switched to, calls `entry`, which never returns. Stacks are
@@ -20,5 +21,15 @@ void fiber_destroy(struct fiber *fiber);
 
 /* Suspends `from`, the running one, until it is switched to; `dies`: it never will be. */
 void fiber_switch(struct fiber *from, struct fiber *to, bool dies);
+
+/*
+ * To ThreadSanitizer, where the program was linked with it, each fiber is a thread, and switching
+ * orders nothing: what comes before a release comes before what follows an acquire of the same
+ * address, and accesses between the two calls of fiber_ignore() race with none.
+ */
+bool fiber_threads(void);
+void fiber_release(void *sync);
+void fiber_acquire(void *sync);
+void fiber_ignore(bool begin);
 
 #endif
