@@ -216,6 +216,127 @@ START_TEST(memory_is_finite)
 }
 END_TEST
 
+/* ---- Matrices ---- */
+
+/*
+ * Fragments of m16n8k16 as the PTX ISA lists them, groupID = lane / 4, threadID_in_group = lane %
+ * 4, i the number of an element in the registers: A: row = groupID for i = 0, 1, 4, 5, else groupID
+ * + 8; column = threadID_in_group * 2 + (i & 1),
+ *      + 8 for i >= 4
+ *   B: row = threadID_in_group * 2 + (i & 1), + 8 for i >= 2; column = groupID
+ *   C: row = groupID for i < 2, else groupID + 8; column = threadID_in_group * 2 + (i & 1)
+ * Row 0 of each table here is lane 0's, as (row, column) of its elements.
+ */
+static const unsigned char a_of_lane_0[8][2] = {{0, 0}, {0, 1}, {8, 0}, {8, 1},
+                                                {0, 8}, {0, 9}, {8, 8}, {8, 9}};
+static const unsigned char b_of_lane_0[4][2] = {{0, 0}, {1, 0}, {8, 0}, {9, 0}};
+static const unsigned char c_of_lane_0[4][2] = {{0, 0}, {0, 1}, {8, 0}, {8, 1}};
+
+/* Small integers, which bf16 and f16 hold; written apart from tests/cuda_host. */
+static unsigned short half_of(int value, bool is_bf16)
+{
+    const unsigned magnitude = (unsigned)abs(value);
+    unsigned exponent = 0;
+
+    if (magnitude == 0)
+        return 0;
+    while (magnitude >> (exponent + 1))
+        exponent++;
+    return (unsigned short)((value < 0 ? 0x8000u : 0) |
+                            (is_bf16
+                                 ? (127 + exponent) << 7 | ((magnitude << 7 >> exponent) & 127)
+                                 : (15 + exponent) << 10 | ((magnitude << 10 >> exponent) & 1023)));
+}
+
+static int a_value(unsigned row, unsigned k)
+{
+    return (int)((row * 7 + k * 5) % 31) - 15;
+}
+
+static int b_value(unsigned k, unsigned column)
+{
+    return (int)((k * 11 + column * 3) % 29) - 14;
+}
+
+static void multiply(int *out, int is_bf16)
+{
+    const unsigned lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    unsigned short a[8], b[4];
+    unsigned a_registers[4], b_registers[2];
+    float c[4];
+
+    for (unsigned i = 0; i < 8; i++)
+        a[i] = half_of(a_value(a_of_lane_0[i][0] + g, a_of_lane_0[i][1] + 2 * t), is_bf16);
+    for (unsigned i = 0; i < 4; i++)
+        b[i] = half_of(b_value(b_of_lane_0[i][0] + 2 * t, b_of_lane_0[i][1] + g), is_bf16);
+    for (unsigned i = 0; i < 4; i++)
+        c[i] = (float)(1000 * (c_of_lane_0[i][0] + g) + 10 * (c_of_lane_0[i][1] + 2 * t));
+    memcpy(a_registers, a, sizeof a);
+    memcpy(b_registers, b, sizeof b);
+    if (is_bf16)
+        warp_mma_bf16(c, a_registers, b_registers);
+    else
+        warp_mma_f16(c, a_registers, b_registers);
+    for (unsigned i = 0; i < 4; i++)
+        out[(c_of_lane_0[i][0] + g) * 8 + c_of_lane_0[i][1] + 2 * t] = (int)c[i];
+}
+
+START_TEST(matrices)
+{
+    int got[16 * 8];
+
+    cuda_host_seed((uint64_t)_i);
+    PKV_LAUNCH(multiply, 1, 32, 0, stream, numbers, _i % 2);
+    fetch(got, 16 * 8);
+    for (unsigned row = 0; row < 16; row++) {
+        for (unsigned column = 0; column < 8; column++) {
+            int sum = (int)(1000 * row + 10 * column);
+
+            for (unsigned k = 0; k < 16; k++)
+                sum += a_value(row, k) * b_value(k, column);
+            ck_assert_int_eq(got[row * 8 + column], sum);
+        }
+    }
+}
+END_TEST
+
+/* movmatrix: lane 4 r + j has elements 2 j and 2 j + 1 of row r, of 8 x 8. */
+static void transpose(int *out)
+{
+    const unsigned row = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
+
+    out[threadIdx.x] = (int)warp_transpose((10 * row + column) | (10 * row + column + 1) << 16);
+    out[32 + threadIdx.x] = (int)__reduce_max_sync(FULL, threadIdx.x * 7 % 32 + 100);
+}
+
+START_TEST(transposed)
+{
+    int got[64];
+
+    cuda_host_seed((uint64_t)_i);
+    PKV_LAUNCH(transpose, 1, 32, 0, stream, numbers);
+    fetch(got, 64);
+    for (int i = 0; i < 32; i++) {
+        const int row = i / 4, column = i % 4 * 2;
+
+        ck_assert_int_eq(got[i], (10 * column + row) | (10 * (column + 1) + row) << 16);
+        ck_assert_int_eq(got[32 + i], 131);
+    }
+}
+END_TEST
+
+START_TEST(pairs)
+{
+    ck_assert_uint_eq(pair_bf16(1.0f, -2.5f), 0xc0203f80u);
+    ck_assert_uint_eq(pair_f16(1.0f, -2.5f), 0xc1003c00u);
+    ck_assert_uint_eq(pair_bf16(0x1.01p0f, 0x1.03p0f), 0x3f823f80u); /* ties to even */
+    ck_assert_uint_eq(pair_f16(0x1.002p0f, 0x1.006p0f), 0x3c023c00u);
+    ck_assert(low_f16(0xc1003c00u) == 1.0f && high_f16(0xc1003c00u) == -2.5f);
+    ck_assert(low_f16(0x00000001u) == 0x1p-24f);
+    ck_assert_uint_eq(add_bf16(0x43083f80u, 0xc3083f80u), 0x00004000u);
+}
+END_TEST
+
 /* ---- What is not ---- */
 
 static void half_a_barrier(int *out)
@@ -254,6 +375,17 @@ static void from_another_half(int *out)
 {
     if (threadIdx.x < 16)
         out[threadIdx.x] = __shfl_sync(0xffffu, 1, 20);
+}
+
+static void unaligned(int *out)
+{
+    out[100 + threadIdx.x] = (int)load_16(out + 1).x;
+}
+
+static void half_a_matrix(int *out)
+{
+    if (threadIdx.x < 16)
+        out[threadIdx.x] = (int)warp_transpose(1);
 }
 
 static void nothing(int *)
@@ -318,6 +450,12 @@ START_TEST(undefined)
     case 14:
         PKV_LAUNCH(from_another_half, 1, 32, 0, stream, numbers);
         break;
+    case 15:
+        PKV_LAUNCH(unaligned, 1, 32, 0, stream, numbers);
+        break;
+    case 16:
+        PKV_LAUNCH(half_a_matrix, 1, 32, 0, stream, numbers);
+        break;
     }
     cudaStreamSynchronize(stream);
 }
@@ -344,10 +482,13 @@ int main(void)
     tcase_add_test(test, barriers_in_a_loop);
     tcase_add_test(test, seeds_shuffle);
     tcase_add_loop_test(test, warp_functions, 0, 5);
+    tcase_add_loop_test(test, matrices, 0, 6);
+    tcase_add_loop_test(test, transposed, 0, 3);
+    tcase_add_test(test, pairs);
     tcase_add_test(test, copies_land_at_the_wait);
     tcase_add_test(test, graphs_run_again);
     tcase_add_test(test, memory_is_finite);
-    tcase_add_loop_test_raise_signal(test, undefined, SIGABRT, 0, 15);
+    tcase_add_loop_test_raise_signal(test, undefined, SIGABRT, 0, 17);
 #if !defined(__SANITIZE_ADDRESS__) &&                                                              \
     !defined(__SANITIZE_THREAD__) /* which report it in their own way */
     tcase_add_test_raise_signal(test, host_reads_device_memory, SIGSEGV);

@@ -31,6 +31,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define UNROLL
 #define __restrict__ __restrict
 
 /* ---- Threads ---- */
@@ -157,6 +158,61 @@ static inline unsigned cuda_host_ballot(struct cuda_host_site site, unsigned mas
     (cuda_host_ballot(CUDA_HOST_SITE("__any_sync"), mask, predicate) != 0)
 #define __all_sync(mask, predicate)                                                                \
     (cuda_host_ballot(CUDA_HOST_SITE("__all_sync"), mask, predicate) == (mask))
+
+struct cuda_host_reduction {
+    unsigned value;
+};
+
+void cuda_host_reduce_max_all(struct cuda_host_site site, void *const lanes[32]);
+
+static inline unsigned cuda_host_reduce_max(struct cuda_host_site site, unsigned mask,
+                                            unsigned value)
+{
+    struct cuda_host_reduction mine = {value};
+
+    cuda_host_meet(site, mask, &mine, cuda_host_reduce_max_all);
+    return mine.value;
+}
+
+#define __reduce_max_sync(mask, value)                                                             \
+    cuda_host_reduce_max(CUDA_HOST_SITE("__reduce_max_sync"), mask, value)
+
+/* ---- As in gpu/toolkit/device.h ---- */
+
+/* c += a b: products exact, sums in f64, rounded once. */
+void cuda_host_mma_f16(struct cuda_host_site site, float c[4], const unsigned a[4],
+                       const unsigned b[2]);
+void cuda_host_mma_bf16(struct cuda_host_site site, float c[4], const unsigned a[4],
+                        const unsigned b[2]);
+unsigned cuda_host_transpose(struct cuda_host_site site, unsigned x);
+
+#define warp_mma_f16(c, a, b)  cuda_host_mma_f16(CUDA_HOST_SITE("mma"), c, a, b)
+#define warp_mma_bf16(c, a, b) cuda_host_mma_bf16(CUDA_HOST_SITE("mma"), c, a, b)
+#define warp_transpose(x)      cuda_host_transpose(CUDA_HOST_SITE("movmatrix"), x)
+
+unsigned pair_f16(float low, float high);
+unsigned pair_bf16(float low, float high);
+float low_f16(unsigned pair);
+float high_f16(unsigned pair);
+unsigned add_bf16(unsigned a, unsigned b);
+
+struct uint2 {
+    unsigned x, y;
+};
+
+struct uint4 {
+    unsigned x, y, z, w;
+};
+
+static inline unsigned made_anew(unsigned x)
+{
+    return x;
+}
+
+/* They stop where the address is not aligned. */
+uint4 load_16(const void *p);
+uint2 load_8(const void *p);
+unsigned load_4(const void *p);
 
 /* ---- Atomics and arithmetic ---- */
 

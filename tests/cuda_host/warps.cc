@@ -1,0 +1,151 @@
+/* SPDX-License-Identifier: MIT */
+/* What a whole warp does at once, and pairs of 16-bit numbers. */
+#include "block.h"
+
+extern "C" {
+#include "numeric.h"
+}
+
+void cuda_host_reduce_max_all(struct cuda_host_site, void *const lanes[32])
+{
+    unsigned most = 0;
+
+    for (unsigned i = 0; i < 32; i++)
+        if (lanes[i] && most < ((const struct cuda_host_reduction *)lanes[i])->value)
+            most = ((const struct cuda_host_reduction *)lanes[i])->value;
+    for (unsigned i = 0; i < 32; i++)
+        if (lanes[i])
+            ((struct cuda_host_reduction *)lanes[i])->value = most;
+}
+
+/* ---- Matrices ---- */
+
+struct fragments {
+    float *c;
+    const unsigned *a, *b;
+    bool is_bf16;
+};
+
+static float element(const struct fragments *lane, unsigned pair, unsigned which)
+{
+    const uint16_t half = (uint16_t)(which ? pair >> 16 : pair);
+
+    return lane->is_bf16 ? bf16_to_f32(half) : f16_to_f32(half);
+}
+
+/* Row g or g + 8 and columns 2 t, 2 t + 1 (+ 8) of A are lane 4 g + t's, rows 2 t, 2 t + 1 (+ 8)
+ * and column g of B, rows g and g + 8 and columns 2 t, 2 t + 1 of C. */
+static void mma_all(struct cuda_host_site, void *const lanes[32])
+{
+    float a[16][16], b[16][8];
+
+    for (unsigned i = 0; i < 32; i++) {
+        const struct fragments *lane = (const struct fragments *)lanes[i];
+        const unsigned g = i / 4, t = i % 4;
+
+        for (unsigned n = 0; n < 8; n++)
+            a[g + n / 2 % 2 * 8][2 * t + n % 2 + n / 4 * 8] = element(lane, lane->a[n / 2], n % 2);
+        for (unsigned n = 0; n < 4; n++)
+            b[2 * t + n % 2 + n / 2 * 8][g] = element(lane, lane->b[n / 2], n % 2);
+    }
+    for (unsigned i = 0; i < 32; i++) {
+        const struct fragments *lane = (const struct fragments *)lanes[i];
+
+        for (unsigned n = 0; n < 4; n++) {
+            const unsigned row = i / 4 + n / 2 * 8, column = i % 4 * 2 + n % 2;
+            double sum = lane->c[n];
+
+            for (unsigned k = 0; k < 16; k++)
+                sum += (double)a[row][k] * (double)b[k][column];
+            lane->c[n] = (float)sum;
+        }
+    }
+}
+
+void cuda_host_mma_f16(struct cuda_host_site site, float c[4], const unsigned a[4],
+                       const unsigned b[2])
+{
+    struct fragments mine = {c, a, b, false};
+
+    cuda_host_meet(site, 0xffffffffu, &mine, mma_all);
+}
+
+void cuda_host_mma_bf16(struct cuda_host_site site, float c[4], const unsigned a[4],
+                        const unsigned b[2])
+{
+    struct fragments mine = {c, a, b, true};
+
+    cuda_host_meet(site, 0xffffffffu, &mine, mma_all);
+}
+
+static void transpose_all(struct cuda_host_site, void *const lanes[32])
+{
+    uint16_t matrix[8][8];
+
+    for (unsigned i = 0; i < 32; i++)
+        memcpy(&matrix[i / 4][i % 4 * 2], lanes[i], sizeof(unsigned));
+    for (unsigned i = 0; i < 32; i++)
+        *(unsigned *)lanes[i] = matrix[i % 4 * 2][i / 4] | (unsigned)matrix[i % 4 * 2 + 1][i / 4]
+                                                               << 16;
+}
+
+unsigned cuda_host_transpose(struct cuda_host_site site, unsigned x)
+{
+    cuda_host_meet(site, 0xffffffffu, &x, transpose_all);
+    return x;
+}
+
+/* ---- Pairs ---- */
+
+unsigned pair_f16(float low, float high)
+{
+    return f16_from_f32(low) | (unsigned)f16_from_f32(high) << 16;
+}
+
+unsigned pair_bf16(float low, float high)
+{
+    return bf16_from_f32(low) | (unsigned)bf16_from_f32(high) << 16;
+}
+
+float low_f16(unsigned pair)
+{
+    return f16_to_f32((uint16_t)pair);
+}
+
+float high_f16(unsigned pair)
+{
+    return f16_to_f32((uint16_t)(pair >> 16));
+}
+
+unsigned add_bf16(unsigned a, unsigned b)
+{
+    return pair_bf16(bf16_to_f32((uint16_t)a) + bf16_to_f32((uint16_t)b),
+                     bf16_to_f32((uint16_t)(a >> 16)) + bf16_to_f32((uint16_t)(b >> 16)));
+}
+
+/* ---- Loads ---- */
+
+template <typename T> static T load(const void *p)
+{
+    T value;
+
+    if ((uintptr_t)p % sizeof value != 0)
+        cuda_host_stop("a load of %zu bytes from %p, which is not aligned", sizeof value, p);
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+
+uint4 load_16(const void *p)
+{
+    return load<uint4>(p);
+}
+
+uint2 load_8(const void *p)
+{
+    return load<uint2>(p);
+}
+
+unsigned load_4(const void *p)
+{
+    return load<unsigned>(p);
+}
