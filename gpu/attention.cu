@@ -4,10 +4,12 @@
  * it attends its item's cached pages and, in blocks of BLOCK_TOKENS, the new tokens up to its own.
  * RUN_PAGES of either make a run, whose state (m, l, o) of Eq. 4 begins anew; states of runs are
  * merged in order, as Eq. 5 does. So it does not matter to the bits whether one block walks through
- * all runs or each run has its own block and another kernel merges.
+ * all runs or each run has its own block and another kernel merges. Items that decode.cu attends
+ * are left out.
  */
 #include "attention.h"
 
+#include "decode.h"
 #include "store.h"
 
 #define RUN_PAGES 16
@@ -112,6 +114,11 @@ __device__ static void load_queries(const struct attention_views *a, const struc
         shared[a->division.layout.q + n] =
             input_element(&a->q, unit->row, unit->first_head + n / d, n % d) *
             a->layer.softmax_scale;
+}
+
+__device__ static bool left_to_decode(const struct attention_views *a, const struct unit *unit)
+{
+    return a->layer.fragments && unit->item->new_tokens == 1;
 }
 
 /* ---- One page ---- */
@@ -422,6 +429,8 @@ __global__ static void attend_units(struct attention_views a)
     for (size_t number = blockIdx.x; number < a.division.units; number += gridDim.x) {
         const struct unit unit = unit_at(&a, number);
 
+        if (left_to_decode(&a, &unit))
+            continue;
         load_queries(&a, &unit, shared);
         clear_state(&a, &unit, layout->merged_m, layout->merged_l, layout->merged_o, shared);
         for (size_t run = 0; run < unit.runs; run++) {
@@ -444,7 +453,7 @@ __global__ static void attend_split_units(struct attention_views a)
     const struct unit unit = unit_at(&a, number);
     float *state = state_at(&a, number, run);
 
-    if (run >= unit.runs)
+    if (run >= unit.runs || left_to_decode(&a, &unit))
         return;
     load_queries(&a, &unit, shared);
     attend_run(&a, &unit, run, shared);
@@ -462,6 +471,8 @@ __global__ static void merge_split_units(struct attention_views a)
     const struct shared_layout *layout = &a.division.layout;
     const struct unit unit = unit_at(&a, blockIdx.x);
 
+    if (left_to_decode(&a, &unit))
+        return;
     clear_state(&a, &unit, layout->merged_m, layout->merged_l, layout->merged_o, shared);
     for (size_t run = 0; run < unit.runs; run++) {
         const float *state = state_at(&a, blockIdx.x, run);
@@ -569,6 +580,7 @@ pkv_status attention_open(struct backend *backend)
                                                    : BLOCK_TOKENS)) +
                         2;
     const size_t rows = backend->capacity.max_step_tokens;
+    pkv_status status;
     size_t heads;
 
     if (__builtin_mul_overflow(geometry->query_heads, rows < SPLIT_UNITS ? rows : SPLIT_UNITS,
@@ -577,16 +589,19 @@ pkv_status attention_open(struct backend *backend)
     backend->states_bytes = states_bytes_of(runs, heads, 1, geometry->head_dim);
     if (backend->states_bytes > STATES_BYTES)
         backend->states_bytes = STATES_BYTES;
-    return gpu_allocate(backend, backend->states_bytes, "attention states",
-                        (void **)&backend->states);
+    status =
+        gpu_allocate(backend, backend->states_bytes, "attention states", (void **)&backend->states);
+    return status == PKV_OK ? decode_open(backend) : status;
 }
 
 void attention_close(struct backend *backend)
 {
+    decode_close(backend);
     gpu_release(backend, backend->states_bytes, backend->states);
 }
 
-pkv_status attention_run(struct backend *backend, size_t layer, const pkv_step_io *io)
+/* Of the items that are not left to decode.cu. */
+static void attend_plainly(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
     const size_t runs = most_runs(backend);
     struct attention_views a = {};
@@ -617,5 +632,19 @@ pkv_status attention_run(struct backend *backend, size_t layer, const pkv_step_i
 
         PKV_LAUNCH(attend_units, (unsigned)blocks, threads, shared_bytes, backend->stream, a);
     }
-    return gpu_check_launch(backend, "cannot attend");
+}
+
+pkv_status attention_run(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    const struct backend_plan *plan = &backend->step.plan;
+    size_t decoding = 0;
+    pkv_status status = PKV_OK;
+
+    for (size_t i = 0; i < plan->n_items && store_layer(backend, layer).fragments; i++)
+        decoding += plan->items[i].new_tokens == 1;
+    if (decoding > 0)
+        status = decode_run(backend, layer, io);
+    if (status == PKV_OK && decoding < plan->n_items)
+        attend_plainly(backend, layer, io);
+    return status == PKV_OK ? gpu_check_launch(backend, "cannot attend") : status;
 }

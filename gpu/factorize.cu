@@ -420,11 +420,14 @@ __device__ static bool put_native(const struct layer_view *layer, const struct p
 {
     bool good = true;
 
-    for (unsigned n = threadIdx.x; n < part->rows * part->columns; n += blockDim.x)
-        good = is_finite(store_element(layer->dtype, page + part->offset,
-                                       part_index(part, n / part->columns, n % part->columns),
-                                       from[n])) &&
+    for (size_t n = threadIdx.x; n < part_room(part); n += blockDim.x) {
+        unsigned row, column;
+        const bool there = part_element_at(part, n, &row, &column);
+
+        good = is_finite(store_element(layer->dtype, page + part->offset, n,
+                                       there ? from[row * part->columns + column] : 0.0f)) &&
                good;
+    }
     return good;
 }
 
@@ -452,7 +455,7 @@ __device__ static bool put_codes(const struct part_place *part, const float *fro
     const unsigned n_scales = part->row_scales ? part->rows : part->columns;
     const unsigned n_along = part->row_scales ? part->columns : part->rows;
     unsigned char *codes = page + part->offset;
-    uint16_t *scales = (uint16_t *)(void *)(codes + (size_t)part->rows * part->columns / 2);
+    uint16_t *scales = (uint16_t *)(void *)(page + part->scales);
     bool good = true;
 
     for (unsigned i = threadIdx.x; i < n_scales; i += blockDim.x) {
@@ -464,21 +467,22 @@ __device__ static bool put_codes(const struct part_place *part, const float *fro
 
             largest = magnitude > largest ? magnitude : largest;
         }
-        scales[i] = int4_scale(largest);
-        good = is_finite(f16_to_f32(scales[i])) && good;
+        scales[scale_index(part, i)] = int4_scale(largest);
+        good = is_finite(f16_to_f32(int4_scale(largest))) && good;
     }
     __syncthreads();
-    for (unsigned n = 2 * threadIdx.x; n < part->rows * part->columns; n += 2 * blockDim.x) {
-        int code[2];
+    for (size_t n = 2 * threadIdx.x; n < part_room(part); n += 2 * blockDim.x) {
+        int code[2] = {0, 0};
 
         for (unsigned k = 0; k < 2; k++) {
-            const unsigned row = (n + k) / part->columns;
-            const unsigned column = (n + k) % part->columns;
+            unsigned row, column;
 
-            code[k] = int4_code(from[n + k], f16_to_f32(scales[part->row_scales ? row : column]));
+            if (part_element_at(part, n + k, &row, &column))
+                code[k] = int4_code(
+                    from[row * part->columns + column],
+                    f16_to_f32(scales[scale_index(part, part->row_scales ? row : column)]));
         }
-        codes[part_index(part, n / part->columns, n % part->columns) / 2] =
-            int4_pack(code[0], code[1]);
+        codes[n / 2] = int4_pack(code[0], code[1]);
     }
     return good;
 }

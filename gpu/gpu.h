@@ -20,6 +20,8 @@ extern "C" {
 #include "numeric.h"
 }
 
+#include "order.h"
+
 /* What is seen of the module. */
 #define MODULE_EXPORT __attribute__((visibility("default")))
 
@@ -33,15 +35,9 @@ extern "C" {
 #define MAX_HEAD_DIM    1024
 #define MAX_PAGE_TOKENS 256
 
-/* Of one part of a factor page. */
-struct part_place {
-    size_t offset;
-    unsigned rows, columns;
-    bool coded, row_scales; /* as in parts.h */
-};
-
 /* A layer as kernels see it; a parameter of theirs. Slots lie one after the other, in each of them
  * its KV heads: a dense page K [P, d], V [P, d]; a factor page its parts in the order of parts.h.
+ * Of the order within them see order.h.
  */
 struct layer_view {
     unsigned char *dense;
@@ -57,6 +53,7 @@ struct layer_view {
     pkv_dtype dtype;
     pkv_factors factors_k, factors_v;
     float softmax_scale;
+    bool fragments; /* the order of dense pages and of parts */
 };
 
 /* The plan of a step, in the device's memory. */
@@ -149,6 +146,10 @@ struct backend {
     size_t factorize_problems;
     float *states; /* of attention that is split over runs */
     size_t states_bytes;
+    float *decode_states; /* of blocks, see decode.cu */
+    size_t decode_states_bytes;
+    size_t decode_blocks;
+    unsigned *decode_arrivals;
     unsigned char *part_host; /* one part of a page, to be copied */
 
     cudaEvent_t *events; /* [layers][2]: begin and end of factorizing */
@@ -257,20 +258,13 @@ __device__ static inline unsigned char *factor_page(const struct layer_view *lay
     return layer->factor + ((size_t)slot * layer->kv_heads + head) * layer->factor_bytes;
 }
 
-/* Where element [row, column] of a part lies in it. The one place that knows the order. */
-EVERYWHERE size_t part_index(const struct part_place *part, unsigned row, unsigned column)
+/* Where element [t, i] of K or V of a dense page lies in it. */
+EVERYWHERE size_t dense_index(const struct layer_view *layer, bool is_key, unsigned t, unsigned i)
 {
-    return (size_t)row * part->columns + column;
+    return dense_place(layer->fragments, layer->length, layer->d, is_key, t, i);
 }
 
-/* Element [t, i] of K or V of a dense page. */
-__device__ static inline size_t dense_index(const struct layer_view *layer, bool is_key, unsigned t,
-                                            unsigned i)
-{
-    return ((is_key ? 0 : (size_t)layer->length) + t) * layer->d + i;
-}
-
-/* The same of a factor page, in f32: a code times its scale is exact. */
+/* Element [row, column] of a part in f32: a code times its scale is exact. */
 __device__ static inline float part_element(const struct layer_view *layer,
                                             const struct part_place *part,
                                             const unsigned char *page, unsigned row,
@@ -280,11 +274,10 @@ __device__ static inline float part_element(const struct layer_view *layer,
     const size_t i = part_index(part, row, column);
 
     if (part->coded) {
-        const uint16_t *scales =
-            (const uint16_t *)(const void *)(data + (size_t)part->rows * part->columns / 2);
+        const uint16_t *scales = (const uint16_t *)(const void *)(page + part->scales);
 
         return (float)int4_unpack(data[i / 2], i % 2) *
-               f16_to_f32(scales[part->row_scales ? row : column]);
+               f16_to_f32(scales[scale_index(part, part->row_scales ? row : column)]);
     }
     return load_element(layer->dtype, data, i);
 }

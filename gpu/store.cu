@@ -34,25 +34,46 @@ static struct part_form form_of(const struct geometry *geometry, size_t layer, e
                       is_key ? geometry->rank_k[layer] : geometry->rank_v[layer]);
 }
 
+/* What a tuned kernel reads must be aligned to. */
+#define PART_ALIGNMENT 16
+
+/* Whether pages of a layer are in the order of order.h for tensor cores: where decode.cu attends.
+ */
+static bool has_fragments(const struct geometry *geometry, size_t layer)
+{
+    return geometry->element_bytes == 2 && geometry->policy.page_tokens == 32 &&
+           (geometry->head_dim == 64 || geometry->head_dim == 128) && gpu_group(geometry) <= 8 &&
+           geometry->rank_k[layer] <= TILE && geometry->rank_v[layer] <= TILE;
+}
+
 /* Fills `parts`, where it is not NULL. Returns the bytes of a page of one head. */
 static size_t divide_factor_page(const struct geometry *geometry, size_t layer,
                                  struct part_place *parts)
 {
+    const bool fragments = has_fragments(geometry, layer);
+    const size_t alignment = fragments ? PART_ALIGNMENT : 1;
     size_t bytes = 0;
 
     for (int i = PART_K_LEFT; i <= PART_V_RIGHT; i++) {
         struct part_form form = form_of(geometry, layer, (enum page_part)i);
 
-        if (parts) {
-            struct part_place *part = &parts[i - PART_K_LEFT];
+        struct part_place part;
 
-            part->offset = bytes;
-            part->rows = (unsigned)form.rows;
-            part->columns = (unsigned)form.columns;
-            part->coded = form.coded;
-            part->row_scales = form.row_scales;
-        }
-        bytes += parts_bytes(&form, geometry->element_bytes);
+        part.offset = (bytes + alignment - 1) / alignment * alignment;
+        part.rows = (unsigned)form.rows;
+        part.columns = (unsigned)form.columns;
+        part.coded = form.coded;
+        part.row_scales = form.row_scales;
+        part.fragments = fragments;
+        part.is_key = i == PART_K_LEFT || i == PART_K_RIGHT;
+        part.is_left = i == PART_K_LEFT || i == PART_V_LEFT;
+        part.bytes = form.coded ? part_room(&part) / 2 : part_room(&part) * geometry->element_bytes;
+        part.scales = part.offset + part.bytes;
+        if (form.coded)
+            part.bytes += sizeof(uint16_t) * (form.row_scales ? form.rows : form.columns);
+        if (parts)
+            parts[i - PART_K_LEFT] = part;
+        bytes = part.offset + part.bytes;
     }
     return (bytes + PAGE_ALIGNMENT - 1) / PAGE_ALIGNMENT * PAGE_ALIGNMENT;
 }
@@ -90,12 +111,11 @@ static size_t largest_part_bytes(const struct geometry *geometry)
     size_t most = dense_page_bytes(geometry) / 2;
 
     for (size_t layer = 0; layer < geometry->layers; layer++) {
-        for (int i = PART_K_LEFT; i <= PART_V_RIGHT; i++) {
-            struct part_form form = form_of(geometry, layer, (enum page_part)i);
-            size_t bytes = parts_bytes(&form, geometry->element_bytes);
+        struct part_place parts[4];
 
-            most = bytes > most ? bytes : most;
-        }
+        divide_factor_page(geometry, layer, parts);
+        for (int i = 0; i < 4; i++)
+            most = parts[i].bytes > most ? parts[i].bytes : most;
     }
     return most;
 }
@@ -365,6 +385,7 @@ struct layer_view store_layer(const struct backend *backend, size_t layer)
     view.factors_k = geometry->factors_k;
     view.factors_v = geometry->factors_v;
     view.softmax_scale = geometry->softmax_scale;
+    view.fragments = has_fragments(geometry, layer);
     return view;
 }
 
@@ -561,52 +582,118 @@ pkv_status store_rebuild(struct backend *backend, uint32_t factor_slot, uint32_t
     return status == PKV_OK ? wait(backend, "cannot rebuild a page") : status;
 }
 
-/* Where a part lies on the device, and its bytes. */
-static unsigned char *place_of(const struct backend *backend, struct page page, size_t layer,
-                               size_t kv_head, size_t tokens, enum page_part part, size_t *bytes)
+/* A part as it lies in the device's memory. */
+struct part_view {
+    struct layer_view layer;
+    unsigned char *data;
+    size_t bytes;
+    const struct part_place *place; /* NULL: of a dense page */
+    bool is_key;
+    size_t tokens; /* of a dense page */
+    size_t element_bytes;
+};
+
+static void view_part(const struct backend *backend, struct page page, size_t layer, size_t kv_head,
+                      size_t tokens, enum page_part part, struct part_view *view)
 {
     const struct geometry *geometry = backend->geometry;
-    const struct layer_view view = store_layer(backend, layer);
     const size_t number = (size_t)page.slot * geometry->kv_heads + kv_head;
-    struct part_form form;
 
+    *view = {};
+    view->layer = store_layer(backend, layer);
+    view->element_bytes = geometry->element_bytes;
     if (page.kind == SLOT_DENSE) {
-        *bytes = tokens * geometry->head_dim * geometry->element_bytes;
-        return view.dense + number * view.dense_bytes + (part == PART_K ? 0 : view.dense_bytes / 2);
+        view->is_key = part == PART_K;
+        view->tokens = tokens;
+        view->bytes = view->layer.fragments ? view->layer.dense_bytes / 2
+                                            : tokens * geometry->head_dim * geometry->element_bytes;
+        view->data = view->layer.dense + number * view->layer.dense_bytes +
+                     (part == PART_K ? 0 : view->layer.dense_bytes / 2);
+    } else {
+        view->place = &view->layer.parts[part - PART_K_LEFT];
+        view->bytes = view->place->bytes;
+        view->data = view->layer.factor + number * view->layer.factor_bytes + view->place->offset;
     }
-    form = form_of(geometry, layer, part);
-    *bytes = parts_bytes(&form, geometry->element_bytes);
-    return view.factor + number * view.factor_bytes + view.parts[part - PART_K_LEFT].offset;
+}
+
+/* Between the canonical form and the device's order, on the host. */
+static void copy_element(size_t bytes, const unsigned char *from, size_t from_index,
+                         unsigned char *to, size_t to_index)
+{
+    memcpy(to + to_index * bytes, from + from_index * bytes, bytes);
+}
+
+static void copy_code(const unsigned char *from, size_t from_index, unsigned char *to,
+                      size_t to_index)
+{
+    const unsigned code = from[from_index / 2] >> from_index % 2 * 4 & 15;
+    unsigned char *byte = to + to_index / 2;
+
+    *byte = (unsigned char)(to_index % 2 ? (*byte & 15) | code << 4 : (*byte & 0xf0) | code);
+}
+
+/* `to_device`: from the canonical form; else to it. */
+static void reorder(const struct part_view *view, bool to_device, const unsigned char *from,
+                    unsigned char *to)
+{
+    const struct part_place *place = view->place;
+    const size_t rows = place ? place->rows : view->tokens;
+    const size_t columns = place ? place->columns : view->layer.d;
+    const size_t scales_here = place ? place->scales - place->offset : 0;
+    const size_t scales = rows * columns / 2; /* canonical */
+
+    for (unsigned row = 0; row < rows; row++) {
+        for (unsigned column = 0; column < columns; column++) {
+            const size_t at =
+                place ? part_index(place, row, column)
+                      : dense_place(view->layer.fragments, view->layer.length, view->layer.d,
+                                    view->is_key, row, column) -
+                            (view->is_key ? 0 : (size_t)view->layer.length * view->layer.d);
+            const size_t canonical = row * columns + column;
+
+            if (place && place->coded)
+                copy_code(from, to_device ? canonical : at, to, to_device ? at : canonical);
+            else
+                copy_element(view->element_bytes, from, to_device ? canonical : at, to,
+                             to_device ? at : canonical);
+        }
+    }
+    for (unsigned i = 0; place && place->coded && i < (place->row_scales ? rows : columns); i++)
+        copy_element(sizeof(uint16_t), from + (to_device ? scales : scales_here),
+                     to_device ? i : scale_index(place, i), to + (to_device ? scales_here : scales),
+                     to_device ? scale_index(place, i) : i);
 }
 
 pkv_status store_read(struct backend *backend, struct page page, size_t layer, size_t kv_head,
                       size_t tokens, enum page_part part, void *out)
 {
-    size_t bytes;
-    const unsigned char *from = place_of(backend, page, layer, kv_head, tokens, part, &bytes);
-    pkv_status status = gpu_check(
-        backend,
-        cudaMemcpyAsync(backend->part_host, from, bytes, cudaMemcpyDeviceToHost, backend->stream),
-        "cannot read a page");
+    struct part_view view;
+    pkv_status status;
 
+    view_part(backend, page, layer, kv_head, tokens, part, &view);
+    status = gpu_check(backend,
+                       cudaMemcpyAsync(backend->part_host, view.data, view.bytes,
+                                       cudaMemcpyDeviceToHost, backend->stream),
+                       "cannot read a page");
     if (status == PKV_OK)
         status = wait(backend, "cannot read a page");
     if (status == PKV_OK)
-        memcpy(out, backend->part_host, bytes);
+        reorder(&view, false, backend->part_host, (unsigned char *)out);
     return status;
 }
 
 pkv_status store_write(struct backend *backend, struct page page, size_t layer, size_t kv_head,
                        size_t tokens, enum page_part part, const void *in)
 {
-    size_t bytes;
-    unsigned char *to = place_of(backend, page, layer, kv_head, tokens, part, &bytes);
+    struct part_view view;
     pkv_status status;
 
-    memcpy(backend->part_host, in, bytes);
-    status = gpu_check(
-        backend,
-        cudaMemcpyAsync(to, backend->part_host, bytes, cudaMemcpyHostToDevice, backend->stream),
-        "cannot write a page");
+    view_part(backend, page, layer, kv_head, tokens, part, &view);
+    memset(backend->part_host, 0, view.bytes);
+    reorder(&view, true, (const unsigned char *)in, backend->part_host);
+    status = gpu_check(backend,
+                       cudaMemcpyAsync(view.data, backend->part_host, view.bytes,
+                                       cudaMemcpyHostToDevice, backend->stream),
+                       "cannot write a page");
     return status == PKV_OK ? wait(backend, "cannot write a page") : status;
 }

@@ -290,6 +290,8 @@ static void check_outputs(const struct shape *shape, pkv_dtype dtype, const char
     /* Where everything is computed in f32 the types differ in storage alone, and all are held to
      * f32's error: rounding of scores of up to 30 by the sums over d and over the tokens. */
     const bool packed = dtype == PKV_BF16 && strcmp(isa, "avx512") == 0;
+    /* Tensor cores take numbers in two parts, which leaves 2^-17 of them with bf16. */
+    const double most = packed ? 5e-3 : !tests_on_cpu() && dtype != PKV_F32 ? 5e-5 : 1e-5;
     struct stream stream = make_stream(shape, SPLIT_TOKENS, 3);
     pkv_config config = make_config(shape, dtype, SPLIT_TOKENS);
     pkv_cache *cache;
@@ -306,7 +308,7 @@ static void check_outputs(const struct shape *shape, pkv_dtype dtype, const char
 
         step(cache, seq, &stream, chunks[i]);
         error = output_error(&stream, &context, chunks[i], &lse_error);
-        if (!(error <= (packed ? 5e-3 : 1e-5)) || !(lse_error <= (packed ? 4e-3 : 2e-5)))
+        if (!(error <= most) || !(lse_error <= (packed ? 4e-3 : 2e-5)))
             ck_abort_msg(
                 "%s, type %d, %zu/%zu heads, d %zu, P %zu, ranks %zu %zu, INT4 %d, at %zu + "
                 "%zu: error %g, of lse %g",

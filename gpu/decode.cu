@@ -1,0 +1,965 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Decoding over pages of 32 tokens with d 64 or 128, at most 8 query heads a KV head, and a storage
+ * type of 16 bits. What is stored is the matrix A of mma.m16n8k16, as it lies in memory (order.h);
+ * the query heads are the 8 columns of B and C:
+ *
+ *     dense page      s = K q,                     o += V^T p
+ *     factor page     s = L_K (R_K q),             o += R_V^T (L_V^T p)
+ *
+ * The tensor cores multiply exactly and add in f32, so B alone has to be rounded: each B is split
+ * into two numbers of 16 bits, what is left of it being below 2^-16 of it. For f16 q is scaled to
+ * [1, 2), the products with a factor to [2^14, 2^15), and p = exp(s - m) by 2^14. Codes become
+ * bf16, which is exact; scales along the inner dimension go to B, those of rows to C.
+ *
+ * A warp attends WARP_PAGES pages one after the other; a block's warps follow each other in the
+ * sequence. Their states are merged in that order, and the blocks' by the one that ends last: what
+ * makes a run of pages depends on their numbers alone.
+ */
+#include "decode.h"
+
+#include "store.h"
+
+#define WARPS       4
+#define THREADS     (32 * WARPS)
+#define WARP_PAGES  8
+#define BLOCK_PAGES (WARPS * WARP_PAGES)
+#define LENGTH      32 /* P */
+#define HEADS       8  /* columns of B and C */
+
+/* States whose weights are worked out at once. */
+#define MERGED_AT_ONCE 32
+
+#define LOG2_E 1.44269504f
+#define LN_2   0.693147181f
+
+struct decode_views {
+    struct layer_view layer;
+    struct plan_view plan;
+    pkv_input q, k, v;
+    pkv_output out;
+    float *lse;
+    float *states;      /* of this launch's blocks; see state_of */
+    unsigned *arrivals; /* [items][KV heads], 0 between launches */
+    size_t first_item;
+};
+
+/* ---- Pairs of a storage type ---- */
+
+template <pkv_dtype DTYPE> __device__ static inline unsigned pair(float low, float high)
+{
+    return DTYPE == PKV_F16 ? pair_f16(low, high) : pair_bf16(low, high);
+}
+
+template <pkv_dtype DTYPE> __device__ static inline float low(unsigned pair)
+{
+    return DTYPE == PKV_F16 ? low_f16(pair) : f32_from_bits(pair << 16);
+}
+
+template <pkv_dtype DTYPE> __device__ static inline float high(unsigned pair)
+{
+    return DTYPE == PKV_F16 ? high_f16(pair) : f32_from_bits(pair & 0xffff0000u);
+}
+
+/* A pair of elements of B in two parts. */
+template <pkv_dtype DTYPE>
+__device__ static inline void split(float x, float y, unsigned *upper, unsigned *lower)
+{
+    *upper = pair<DTYPE>(x, y);
+    *lower = pair<DTYPE>(x - low<DTYPE>(*upper), y - high<DTYPE>(*upper));
+}
+
+/* Rows k 16 .. k 16 + 15 of B. */
+struct split_b {
+    unsigned upper[2], lower[2];
+};
+
+template <pkv_dtype DTYPE>
+__device__ static inline void multiply(float c[4], const unsigned a[4], const struct split_b *b)
+{
+    if (DTYPE == PKV_F16) {
+        warp_mma_f16(c, a, b->upper);
+        warp_mma_f16(c, a, b->lower);
+    } else {
+        warp_mma_bf16(c, a, b->upper);
+        warp_mma_bf16(c, a, b->lower);
+    }
+}
+
+/* 16 rows of C as 16 rows of B. */
+template <pkv_dtype DTYPE> __device__ static inline void turn(const float c[4], struct split_b *b)
+{
+    for (unsigned h = 0; h < 2; h++) {
+        split<DTYPE>(c[2 * h], c[2 * h + 1], &b->upper[h], &b->lower[h]);
+        b->upper[h] = warp_transpose(b->upper[h]);
+        b->lower[h] = warp_transpose(b->lower[h]);
+    }
+}
+
+/* Scales C of the warp by a power of two so that f16 holds it. Returns the inverse. */
+__device__ static inline float fit_f16(float c[4])
+{
+    float most = 0.0f;
+    unsigned exponent;
+    float scale;
+
+    for (unsigned n = 0; n < 4; n++)
+        most = fmaxf(most, fabsf(c[n]));
+    exponent = __reduce_max_sync(0xffffffffu, f32_bits(most)) >> 23;
+    exponent = exponent < 15 ? 15 : exponent;
+    scale = f32_from_bits((268 - exponent) << 23);
+    for (unsigned n = 0; n < 4; n++)
+        c[n] *= scale;
+    return f32_from_bits((exponent - 14) << 23);
+}
+
+/* ---- What is in memory ---- */
+
+/* A lane's chunks of a factor: where they begin in a group, in bytes, and how many halves. */
+struct chunk_view {
+    const unsigned char *data;
+    unsigned halves;
+    unsigned group; /* bytes from one group to the next one */
+};
+
+template <bool CODED>
+__device__ static inline struct chunk_view
+view_chunks(const unsigned char *page, const struct part_place *part, unsigned tiles)
+{
+    const unsigned lane = threadIdx.x % 32;
+    const unsigned rank = part_rank(part);
+    const bool rank_is_row = part_rank_is_row(part);
+    const struct chunk_place place = chunk_place_of(rank, rank_is_row, tiles, lane / 4, lane % 4);
+    struct chunk_view view;
+
+    view.data = page + part->offset + (CODED ? place.at / 2 : 2 * place.at);
+    view.halves = place.halves;
+    view.group = CODED ? chunk_group(rank, rank_is_row, tiles) / 2
+                       : 2 * chunk_group(rank, rank_is_row, tiles);
+    return view;
+}
+
+/* Both halves of a chunk of 16 bytes, 0 where there is none. */
+__device__ static inline uint4 load_chunk(const struct chunk_view *view, unsigned number)
+{
+    const unsigned char *data = view->data + number * view->group;
+    uint4 chunk = {0, 0, 0, 0};
+
+    if (view->halves == 2) {
+        chunk = load_16(data);
+    } else if (view->halves == 1) {
+        const uint2 half = load_8(data);
+
+        chunk.x = half.x;
+        chunk.y = half.y;
+    }
+    return chunk;
+}
+
+/* The same of 8 bytes. */
+__device__ static inline uint2 load_small_chunk(const struct chunk_view *view)
+{
+    uint2 chunk = {0, 0};
+
+    if (view->halves == 2)
+        chunk = load_8(view->data);
+    else if (view->halves == 1)
+        chunk.x = load_4(view->data);
+    return chunk;
+}
+
+/* A tile of elements: c is a row of it, or a column. */
+template <bool RANK_IS_ROW> __device__ static inline void tile_of(const uint4 &chunk, unsigned a[4])
+{
+    a[0] = chunk.x;
+    a[1] = RANK_IS_ROW ? chunk.z : chunk.y;
+    a[2] = RANK_IS_ROW ? chunk.y : chunk.z;
+    a[3] = chunk.w;
+}
+
+/* Codes p and p + 4 of a word as a pair: 0x43 is in the bits of 128 to 255, 136 is 128 + 8. */
+__device__ static inline unsigned pair_of_codes(unsigned word, unsigned p)
+{
+    return add_bf16(((word >> 4 * p) & 0x000f000fu) ^ 0x43084308u, 0xc308c308u);
+}
+
+/* A tile of codes, of the even tile of a pair of them or the odd one; words of both halves. */
+template <bool RANK_IS_ROW>
+__device__ static inline void tile_of_codes(unsigned first, unsigned second, unsigned odd,
+                                            unsigned a[4])
+{
+    a[0] = pair_of_codes(first, 2 * odd);
+    a[RANK_IS_ROW ? 2 : 1] = pair_of_codes(first, 2 * odd + 1);
+    a[RANK_IS_ROW ? 1 : 2] = pair_of_codes(second, 2 * odd);
+    a[3] = pair_of_codes(second, 2 * odd + 1);
+}
+
+/* ---- One page ---- */
+
+/* State of a warp, m as exponent of 2; l of the lane's own rows. */
+template <unsigned D> struct warp_state {
+    float m[2], l[2];
+    float o[D / TILE][4];
+};
+
+/* C of R_K q in f32, or of K q. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void score_native(const struct layer_view *layer,
+                                           const unsigned char *page, const struct split_b *q,
+                                           float s[2][4])
+{
+    const struct chunk_view right = view_chunks<false>(page, &layer->parts[1], 1);
+    const struct chunk_view left = view_chunks<false>(page, &layer->parts[0], 1);
+    float inner[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float scale = 1.0f;
+    uint4 chunks[D / TILE], left_chunks[2];
+    struct split_b b;
+    unsigned a[4];
+
+    UNROLL
+    for (unsigned j = 0; j < D / TILE; j++)
+        chunks[j] = load_chunk(&right, j);
+    UNROLL
+    for (unsigned i = 0; i < 2; i++)
+        left_chunks[i] = load_chunk(&left, i);
+    UNROLL
+    for (unsigned j = 0; j < D / TILE; j++) {
+        tile_of<true>(chunks[j], a);
+        multiply<DTYPE>(inner, a, &q[j]);
+    }
+    if (DTYPE == PKV_F16)
+        scale = fit_f16(inner);
+    turn<DTYPE>(inner, &b);
+    UNROLL
+    for (unsigned i = 0; i < 2; i++) {
+        tile_of<false>(left_chunks[i], a);
+        multiply<DTYPE>(s[i], a, &b);
+        for (unsigned n = 0; n < 4 && DTYPE == PKV_F16; n++)
+            s[i][n] *= scale;
+    }
+}
+
+/* Of codes: the scales of R_K go to q, those of L_K to the columns of C before. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void score_codes(const struct layer_view *layer, const unsigned char *page,
+                                          const struct split_b *q, float s[2][4])
+{
+    const unsigned lane = threadIdx.x % 32;
+    const struct part_place *parts = layer->parts;
+    const struct chunk_view right = view_chunks<true>(page, &parts[1], 4);
+    const struct chunk_view left = view_chunks<true>(page, &parts[0], 2);
+    const unsigned char *right_scales = page + parts[1].scales + lane % 4 * (D / 2);
+    const uint16_t *left_scales = (const uint16_t *)(const void *)(page + parts[0].scales);
+    float inner[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    uint4 chunks[D / 64], scales[D / 32];
+    struct split_b b;
+    unsigned a[4];
+    uint2 left_chunk;
+    unsigned left_scale[2];
+
+    UNROLL
+    for (unsigned j = 0; j < D / 64; j++)
+        chunks[j] = load_chunk(&right, j);
+    UNROLL
+    for (unsigned j = 0; j < D / 32; j++)
+        scales[j] = load_16(right_scales + 16 * j);
+    left_chunk = load_small_chunk(&left);
+    UNROLL
+    for (unsigned h = 0; h < 2; h++)
+        left_scale[h] = lane / 4 + 8 * h < layer->rank_k ? left_scales[lane / 4 + 8 * h] : 0;
+    UNROLL
+    for (unsigned j = 0; j < D / TILE; j++) {
+        const uint4 &chunk = chunks[j / 4];
+        const uint4 &scale = scales[j / 2];
+        struct split_b scaled;
+
+        for (unsigned h = 0; h < 2; h++) {
+            const unsigned two = j % 2 ? (h ? scale.w : scale.z) : (h ? scale.y : scale.x);
+            const unsigned upper = made_anew(q[j].upper[h]);
+            const unsigned lower = made_anew(q[j].lower[h]);
+            const float x = low<DTYPE>(upper) + low<DTYPE>(lower);
+            const float y = high<DTYPE>(upper) + high<DTYPE>(lower);
+
+            split<PKV_BF16>(x * low_f16(two), y * high_f16(two), &scaled.upper[h],
+                            &scaled.lower[h]);
+        }
+        tile_of_codes<true>(j % 4 < 2 ? chunk.x : chunk.y, j % 4 < 2 ? chunk.z : chunk.w, j % 2, a);
+        multiply<PKV_BF16>(inner, a, &scaled);
+    }
+    for (unsigned n = 0; n < 4; n++)
+        inner[n] *= low_f16(left_scale[n / 2]);
+    turn<PKV_BF16>(inner, &b);
+    UNROLL
+    for (unsigned i = 0; i < 2; i++) {
+        tile_of_codes<false>(left_chunk.x, left_chunk.y, i, a);
+        multiply<PKV_BF16>(s[i], a, &b);
+    }
+}
+
+/* Lane's chunk of tile `number` of K or V of a dense page. */
+__device__ static inline void dense_tile(const unsigned char *data, unsigned number, unsigned a[4])
+{
+    const uint4 chunk = load_16(data + (number * 32 + threadIdx.x % 32) * 16);
+
+    a[0] = chunk.x;
+    a[1] = chunk.y;
+    a[2] = chunk.z;
+    a[3] = chunk.w;
+}
+
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void score_dense(const unsigned char *page, const struct split_b *q,
+                                          float s[2][4])
+{
+    unsigned a[4];
+
+    UNROLL
+    for (unsigned j = 0; j < D / TILE; j++) {
+        UNROLL
+        for (unsigned i = 0; i < 2; i++) {
+            dense_tile(page, 2 * j + i, a);
+            multiply<DTYPE>(s[i], a, &q[j]);
+        }
+    }
+}
+
+/* Scores to p of the first `tokens` rows; rescales the state. Times its head's factor a score is an
+ * exponent of 2. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void softmax(const float *factors, unsigned tokens, float s[2][4],
+                                      struct warp_state<D> *state)
+{
+    const float bias = DTYPE == PKV_F16 ? 14.0f : 0.0f;
+    const unsigned g = threadIdx.x % 32 / 4;
+    const float *factor = factors + threadIdx.x % 4 * 2; /* of the lane's columns of C */
+    float most[2];
+    bool grows;
+
+    most[0] = state->m[0];
+    most[1] = state->m[1];
+    UNROLL
+    for (unsigned i = 0; i < 2; i++) {
+        UNROLL
+        for (unsigned n = 0; n < 4; n++) {
+            s[i][n] = TILE * i + n / 2 * 8 + g < tokens ? s[i][n] * factor[n % 2] : -INFINITY;
+            most[n % 2] = fmaxf(most[n % 2], s[i][n]);
+        }
+    }
+    UNROLL
+    for (unsigned i = 4; i < 32; i *= 2) {
+        most[0] = fmaxf(most[0], __shfl_xor_sync(0xffffffffu, most[0], i));
+        most[1] = fmaxf(most[1], __shfl_xor_sync(0xffffffffu, most[1], i));
+    }
+    grows = most[0] != state->m[0] || most[1] != state->m[1];
+    if (__any_sync(0xffffffffu, grows)) {
+        UNROLL
+        for (unsigned n = 0; n < 2; n++) {
+            const float scale = exp2f(state->m[n] - most[n]);
+
+            state->m[n] = most[n];
+            state->l[n] *= scale;
+            UNROLL
+            for (unsigned i = 0; i < D / TILE; i++) {
+                state->o[i][n] *= scale;
+                state->o[i][n + 2] *= scale;
+            }
+        }
+    }
+    UNROLL
+    for (unsigned i = 0; i < 2; i++) {
+        UNROLL
+        for (unsigned n = 0; n < 4; n++) {
+            s[i][n] = exp2f(s[i][n] - (most[n % 2] - bias));
+            state->l[n % 2] += s[i][n];
+        }
+    }
+}
+
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void accumulate_native(const struct layer_view *layer,
+                                                const unsigned char *page, const float p[2][4],
+                                                struct warp_state<D> *state)
+{
+    const struct chunk_view left = view_chunks<false>(page, &layer->parts[2], 1);
+    const struct chunk_view right = view_chunks<false>(page, &layer->parts[3], 1);
+    float inner[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float scale = 1.0f;
+    uint4 chunks[D / TILE], left_chunks[2];
+    struct split_b b;
+    unsigned a[4];
+
+    UNROLL
+    for (unsigned k = 0; k < 2; k++)
+        left_chunks[k] = load_chunk(&left, k);
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++)
+        chunks[i] = load_chunk(&right, i);
+    UNROLL
+    for (unsigned k = 0; k < 2; k++) {
+        turn<DTYPE>(p[k], &b);
+        tile_of<true>(left_chunks[k], a);
+        multiply<DTYPE>(inner, a, &b);
+    }
+    if (DTYPE == PKV_F16)
+        scale = fit_f16(inner);
+    turn<DTYPE>(inner, &b);
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++) {
+        tile_of<false>(chunks[i], a);
+        if (DTYPE == PKV_F16) {
+            float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+
+            multiply<DTYPE>(c, a, &b);
+            for (unsigned n = 0; n < 4; n++)
+                state->o[i][n] = __fmaf_rn(c[n], scale, state->o[i][n]);
+        } else {
+            multiply<DTYPE>(state->o[i], a, &b);
+        }
+    }
+}
+
+template <unsigned D>
+__device__ static inline void accumulate_codes(const struct layer_view *layer,
+                                               const unsigned char *page, const float p[2][4],
+                                               struct warp_state<D> *state)
+{
+    const unsigned g = threadIdx.x % 32 / 4;
+    const struct part_place *parts = layer->parts;
+    const struct chunk_view left = view_chunks<true>(page, &parts[2], 2);
+    const struct chunk_view right = view_chunks<true>(page, &parts[3], 4);
+    const uint2 left_chunk = load_small_chunk(&left);
+    const uint2 left_scale = load_8(page + parts[2].scales + 8 * g);
+    const unsigned char *right_scales = page + parts[3].scales + g * (D / 4);
+    float inner[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    uint4 chunks[D / 64], scales[D / 64];
+    struct split_b b;
+    unsigned a[4];
+
+    UNROLL
+    for (unsigned i = 0; i < D / 64; i++) {
+        chunks[i] = load_chunk(&right, i);
+        scales[i] = load_16(right_scales + 16 * i);
+    }
+    UNROLL
+    for (unsigned k = 0; k < 2; k++) {
+        const unsigned scale = k ? left_scale.y : left_scale.x;
+        const float scaled[4] = {p[k][0] * low_f16(scale), p[k][1] * low_f16(scale),
+                                 p[k][2] * high_f16(scale), p[k][3] * high_f16(scale)};
+
+        turn<PKV_BF16>(scaled, &b);
+        tile_of_codes<true>(left_chunk.x, left_chunk.y, k, a);
+        multiply<PKV_BF16>(inner, a, &b);
+    }
+    turn<PKV_BF16>(inner, &b);
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++) {
+        const uint4 &chunk = chunks[i / 4];
+        const uint4 &four = scales[i / 4];
+        const unsigned scale = i % 4 < 2 ? (i % 2 ? four.y : four.x) : (i % 2 ? four.w : four.z);
+        float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+
+        tile_of_codes<false>(i % 4 < 2 ? chunk.x : chunk.y, i % 4 < 2 ? chunk.z : chunk.w, i % 2,
+                             a);
+        multiply<PKV_BF16>(c, a, &b);
+        for (unsigned n = 0; n < 4; n++)
+            state->o[i][n] =
+                __fmaf_rn(c[n], n < 2 ? low_f16(scale) : high_f16(scale), state->o[i][n]);
+    }
+}
+
+/* What lies behind the first `tokens` columns of V^T may be anything. */
+__device__ static inline void mask_columns(unsigned first, unsigned tokens, unsigned a[4])
+{
+    const unsigned k = first + threadIdx.x % 4 * 2;
+
+    for (unsigned n = 0; n < 4; n++) {
+        const unsigned column = k + n / 2 * 8;
+
+        a[n] &= (column < tokens ? 0x0000ffffu : 0) | (column + 1 < tokens ? 0xffff0000u : 0);
+    }
+}
+
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void accumulate_dense(const unsigned char *page, unsigned tokens,
+                                               const float p[2][4], struct warp_state<D> *state)
+{
+    struct split_b b[2];
+    unsigned a[4];
+
+    turn<DTYPE>(p[0], &b[0]);
+    turn<DTYPE>(p[1], &b[1]);
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++) {
+        UNROLL
+        for (unsigned k = 0; k < 2; k++) {
+            dense_tile(page, 2 * i + k, a);
+            if (tokens < LENGTH)
+                mask_columns(TILE * k, tokens, a);
+            multiply<DTYPE>(state->o[i], a, &b[k]);
+        }
+    }
+}
+
+/* ---- A warp's pages ---- */
+
+template <unsigned D, pkv_dtype DTYPE, bool CODED_K, bool CODED_V>
+__device__ static inline void attend_page(const struct layer_view *layer, struct page page,
+                                          unsigned tokens, unsigned kv_head, const float *factors,
+                                          const struct split_b *q, struct warp_state<D> *state)
+{
+    float s[2][4] = {};
+
+    if (page.kind == SLOT_FACTOR) {
+        const unsigned char *data = factor_page(layer, page.slot, kv_head);
+
+        if (CODED_K)
+            score_codes<D, DTYPE>(layer, data, q, s);
+        else
+            score_native<D, DTYPE>(layer, data, q, s);
+        softmax<D, DTYPE>(factors, LENGTH, s, state);
+        if (CODED_V)
+            accumulate_codes<D>(layer, data, s, state);
+        else
+            accumulate_native<D, DTYPE>(layer, data, s, state);
+    } else {
+        const unsigned char *data = dense_page(layer, page.slot, kv_head);
+
+        score_dense<D, DTYPE>(data, q, s);
+        softmax<D, DTYPE>(factors, tokens, s, state);
+        accumulate_dense<D, DTYPE>(data + LENGTH * D * 2, tokens, s, state);
+    }
+}
+
+/* Shared memory of a block, in floats. */
+template <unsigned D> struct shared_places {
+    static const unsigned q = 0;                          /* [HEADS][D] */
+    static const unsigned scale = q + HEADS * D;          /* [HEADS], of q in B */
+    static const unsigned factor = scale + HEADS;         /* [HEADS], of scores */
+    static const unsigned state = factor + HEADS;         /* [WARPS]: m, l [HEADS], o [HEADS][D] */
+    static const unsigned state_floats = HEADS * (D + 2); /* of one */
+    static const unsigned merged = state;                 /* the block's, of the group's heads */
+    static const unsigned weight = state + state_floats;  /* [MERGED_AT_ONCE][HEADS] */
+    static const unsigned part = weight + MERGED_AT_ONCE * HEADS; /* the same */
+    static const unsigned most = part + MERGED_AT_ONCE * HEADS;   /* [HEADS] */
+    static const unsigned sum = most + HEADS;
+    static const unsigned score = sum + HEADS; /* of the new token */
+    static const unsigned last = score + HEADS;
+    static const unsigned floats = state + WARPS * state_floats;
+};
+
+/* q and its scales. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static void load_queries(const struct decode_views *a, size_t row, unsigned kv_head,
+                                    float *shared)
+{
+    const unsigned group = a->layer.query_heads / a->layer.kv_heads;
+    const unsigned lane = threadIdx.x % 32;
+
+    for (unsigned n = threadIdx.x; n < HEADS * D; n += THREADS)
+        shared[shared_places<D>::q + n] =
+            n / D < group ? input_element(&a->q, row, kv_head * group + n / D, n % D) : 0.0f;
+    __syncthreads();
+    for (unsigned h = threadIdx.x / 32; h < HEADS; h += WARPS) {
+        unsigned most = 0;
+
+        for (unsigned i = lane; i < D; i += 32) {
+            const unsigned bits = f32_bits(shared[shared_places<D>::q + h * D + i]) & 0x7fffffffu;
+
+            most = bits > most ? bits : most;
+        }
+        most = __reduce_max_sync(0xffffffffu, most) >> 23;
+        most = DTYPE != PKV_F16 ? 127 : most < 1 ? 1 : most > 253 ? 253 : most;
+        if (lane == 0) {
+            shared[shared_places<D>::scale + h] = f32_from_bits((254 - most) << 23);
+            shared[shared_places<D>::factor + h] =
+                a->layer.softmax_scale * LOG2_E * f32_from_bits(most << 23);
+        }
+    }
+    __syncthreads();
+}
+
+template <unsigned D, pkv_dtype DTYPE, bool CODED_K, bool CODED_V>
+__device__ static void attend_warp(const struct decode_views *a, const struct device_item *item,
+                                   unsigned kv_head, float *shared)
+{
+    const unsigned lane = threadIdx.x % 32;
+    const unsigned g = lane / 4, t = lane % 4;
+    const size_t first = (size_t)blockIdx.x * BLOCK_PAGES + threadIdx.x / 32 * WARP_PAGES;
+    const struct page *table = a->plan.tables + item->first_page + first;
+    const float scale = shared[shared_places<D>::scale + g];
+    unsigned tokens = 0; /* of the warp's pages that are left */
+    struct split_b q[D / TILE];
+    struct warp_state<D> state;
+    float *out =
+        shared + shared_places<D>::state + threadIdx.x / 32 * shared_places<D>::state_floats;
+
+    UNROLL
+    for (unsigned j = 0; j < D / TILE; j++) {
+        for (unsigned h = 0; h < 2; h++) {
+            const float *x = shared + shared_places<D>::q + g * D + TILE * j + 8 * h + 2 * t;
+
+            split<DTYPE>(x[0] * scale, x[1] * scale, &q[j].upper[h], &q[j].lower[h]);
+        }
+    }
+    for (unsigned n = 0; n < 2; n++) {
+        state.m[n] = -INFINITY;
+        state.l[n] = 0.0f;
+    }
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++)
+        for (unsigned n = 0; n < 4; n++)
+            state.o[i][n] = 0.0f;
+    if (first * LENGTH < item->tokens)
+        tokens = (unsigned)min_size(item->tokens - first * LENGTH, WARP_PAGES * LENGTH);
+    while (tokens > 0) {
+        const unsigned n = tokens < LENGTH ? tokens : LENGTH;
+
+        attend_page<D, DTYPE, CODED_K, CODED_V>(&a->layer, *table, n, kv_head,
+                                                shared + shared_places<D>::factor, q, &state);
+        table++;
+        tokens -= n;
+    }
+    UNROLL
+    for (unsigned i = 4; i < 32; i *= 2) {
+        state.l[0] += __shfl_xor_sync(0xffffffffu, state.l[0], i);
+        state.l[1] += __shfl_xor_sync(0xffffffffu, state.l[1], i);
+    }
+    for (unsigned n = 0; n < 2; n++) {
+        if (g == 0) {
+            out[2 * t + n] = state.m[n];
+            out[HEADS + 2 * t + n] = state.l[n];
+        }
+    }
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++)
+        for (unsigned n = 0; n < 4; n++)
+            out[2 * HEADS + (2 * t + n % 2) * D + TILE * i + n / 2 * 8 + g] = state.o[i][n];
+}
+
+/* ---- Merging ---- */
+
+__device__ static inline float weight_of(float m, float most)
+{
+    return m == -INFINITY ? 0.0f : exp2f(m - most);
+}
+
+/* The states of the block's warps to one, of `group` heads. */
+template <unsigned D> __device__ static void merge_warps(unsigned group, float *to, float *shared)
+{
+    const float *states = shared + shared_places<D>::state;
+    const unsigned stride = shared_places<D>::state_floats;
+    float o[HEADS * D / THREADS], m = -INFINITY, l = 0.0f;
+
+    UNROLL
+    for (unsigned e = 0; e < HEADS * D / THREADS; e++) {
+        const unsigned n = e * THREADS + threadIdx.x;
+        float most = -INFINITY;
+
+        for (unsigned w = 0; w < WARPS; w++)
+            most = fmaxf(most, states[w * stride + n / D]);
+        o[e] = 0.0f;
+        for (unsigned w = 0; w < WARPS; w++)
+            o[e] = __fmaf_rn(states[w * stride + 2 * HEADS + n],
+                             weight_of(states[w * stride + n / D], most), o[e]);
+    }
+    if (threadIdx.x < group) {
+        for (unsigned w = 0; w < WARPS; w++)
+            m = fmaxf(m, states[w * stride + threadIdx.x]);
+        for (unsigned w = 0; w < WARPS; w++)
+            l = __fmaf_rn(states[w * stride + HEADS + threadIdx.x],
+                          weight_of(states[w * stride + threadIdx.x], m), l);
+    }
+    __syncthreads(); /* `to` may be where they are */
+    if (threadIdx.x < group) {
+        to[threadIdx.x] = m;
+        to[group + threadIdx.x] = l;
+    }
+    UNROLL
+    for (unsigned e = 0; e < HEADS * D / THREADS; e++) {
+        const unsigned n = e * THREADS + threadIdx.x;
+
+        if (n < group * D)
+            to[2 * group + n] = o[e];
+    }
+}
+
+/* The new token's score, by a warp a head, and the largest of all. */
+template <unsigned D>
+__device__ static void find_most(const struct decode_views *a, const struct device_item *item,
+                                 unsigned kv_head, const float *states, size_t n_states,
+                                 float *shared)
+{
+    const unsigned group = a->layer.query_heads / a->layer.kv_heads;
+    const unsigned stride = group * (D + 2);
+    const unsigned lane = threadIdx.x % 32;
+
+    for (unsigned h = threadIdx.x / 32; h < group; h += WARPS) {
+        float score = 0.0f;
+        float most = -INFINITY;
+
+        for (unsigned i = lane; i < D; i += 32)
+            score = __fmaf_rn(
+                shared[shared_places<D>::q + h * D + i],
+                rounded_element(a->layer.dtype, input_element(&a->k, item->first_row, kv_head, i)),
+                score);
+        for (size_t c = lane; c < n_states; c += 32)
+            most = fmaxf(most, states[c * stride + h]);
+        for (unsigned i = 16; i > 0; i /= 2) {
+            score += __shfl_xor_sync(0xffffffffu, score, i);
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+        }
+        score *= a->layer.softmax_scale * LOG2_E;
+        if (lane == 0) {
+            shared[shared_places<D>::score + h] = score;
+            shared[shared_places<D>::most + h] = fmaxf(most, score);
+            shared[shared_places<D>::sum + h] = 0.0f;
+        }
+    }
+    __syncthreads();
+}
+
+/* All states of an item and KV head, then the new token, to the output. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static void finish(const struct decode_views *a, const struct device_item *item,
+                              unsigned kv_head, const float *states, size_t n_states, float *shared)
+{
+    const unsigned group = a->layer.query_heads / a->layer.kv_heads;
+    const unsigned stride = group * (D + 2);
+    const float bias = DTYPE == PKV_F16 ? 14.0f : 0.0f;
+    float *weight = shared + shared_places<D>::weight;
+    float *part = shared + shared_places<D>::part;
+    float *sum = shared + shared_places<D>::sum;
+    const float *most = shared + shared_places<D>::most;
+    float o[HEADS * D / THREADS];
+
+    find_most<D>(a, item, kv_head, states, n_states, shared);
+    UNROLL
+    for (unsigned e = 0; e < HEADS * D / THREADS; e++)
+        o[e] = 0.0f;
+    for (size_t first = 0; first < n_states; first += MERGED_AT_ONCE) {
+        const size_t left = n_states - first;
+        const unsigned n = left < MERGED_AT_ONCE ? (unsigned)left : MERGED_AT_ONCE;
+
+        for (unsigned i = threadIdx.x; i < n * group; i += THREADS) {
+            const float *state = states + (first + i / group) * stride + i % group;
+
+            weight[i] = weight_of(state[0], most[i % group]);
+            part[i] = weight[i] * state[group];
+        }
+        __syncthreads();
+        for (unsigned c = 0; c < n; c++) {
+            const float *state = states + (first + c) * stride + 2 * group;
+
+            UNROLL
+            for (unsigned e = 0; e < HEADS * D / THREADS; e++) {
+                const unsigned i = e * THREADS + threadIdx.x;
+
+                if (i < group * D)
+                    o[e] = __fmaf_rn(state[i], weight[c * group + i / D], o[e]);
+            }
+        }
+        if (threadIdx.x < group)
+            for (unsigned c = 0; c < n; c++)
+                sum[threadIdx.x] += part[c * group + threadIdx.x];
+        __syncthreads();
+    }
+    if (threadIdx.x < group) {
+        const float p =
+            exp2f(shared[shared_places<D>::score + threadIdx.x] - (most[threadIdx.x] - bias));
+
+        weight[threadIdx.x] = p;
+        sum[threadIdx.x] += p;
+        if (a->lse)
+            a->lse[item->first_row * a->layer.query_heads + kv_head * group + threadIdx.x] =
+                __fmaf_rn(most[threadIdx.x] - bias, LN_2, logf(sum[threadIdx.x]));
+    }
+    __syncthreads();
+    UNROLL
+    for (unsigned e = 0; e < HEADS * D / THREADS; e++) {
+        const unsigned i = e * THREADS + threadIdx.x;
+
+        if (i >= group * D)
+            continue;
+        o[e] =
+            __fmaf_rn(rounded_element(DTYPE, input_element(&a->v, item->first_row, kv_head, i % D)),
+                      weight[i / D], o[e]);
+        store_element(a->out.dtype, a->out.data,
+                      item->first_row * a->out.token_stride +
+                          (kv_head * group + i / D) * a->out.head_stride + i % D,
+                      o[e] * (1.0f / sum[i / D]));
+    }
+}
+
+/* Blocks of an item: at least one, for the new token. */
+EVERYWHERE size_t blocks_of_item(uint64_t tokens)
+{
+    const size_t blocks = (tokens + BLOCK_PAGES * LENGTH - 1) / (BLOCK_PAGES * LENGTH);
+
+    return blocks > 0 ? blocks : 1;
+}
+
+/* The first state of an item, of one KV head after the other: blocks of items before it are no
+ * more than that. */
+EVERYWHERE size_t first_block(size_t item, uint64_t first_page)
+{
+    return first_page / BLOCK_PAGES + item;
+}
+
+/* ---- The kernel ---- */
+
+/* One block a run of BLOCK_PAGES, KV head and item. */
+template <unsigned D, pkv_dtype DTYPE, bool CODED_K, bool CODED_V>
+__global__ static void __launch_bounds__(THREADS, 3) attend_decode(struct decode_views a)
+{
+    PKV_SHARED(float, shared);
+    const size_t number = a.first_item + blockIdx.z;
+    const struct device_item *item = &a.plan.items[number];
+    const unsigned kv_head = blockIdx.y;
+    const unsigned group = a.layer.query_heads / a.layer.kv_heads;
+    const size_t blocks = blocks_of_item(item->tokens);
+    const size_t before = first_block(number, item->first_page) -
+                          first_block(a.first_item, a.plan.items[a.first_item].first_page);
+    const size_t stride = group * (D + 2);
+    float *states = a.states + (before * a.layer.kv_heads + kv_head * blocks) * stride;
+    unsigned *last = (unsigned *)(void *)(shared + shared_places<D>::last);
+
+    if (item->new_tokens != 1 || blockIdx.x >= blocks)
+        return;
+    load_queries<D, DTYPE>(&a, item->first_row, kv_head, shared);
+    attend_warp<D, DTYPE, CODED_K, CODED_V>(&a, item, kv_head, shared);
+    __syncthreads();
+    if (blocks == 1) {
+        states = shared + shared_places<D>::merged;
+        merge_warps<D>(group, states, shared);
+        __syncthreads();
+    } else {
+        merge_warps<D>(group, states + blockIdx.x * stride, shared);
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            unsigned *arrivals = &a.arrivals[number * a.layer.kv_heads + kv_head];
+
+            *last = atomicAdd(arrivals, 1u) == blocks - 1;
+            if (*last)
+                *arrivals = 0;
+            __threadfence();
+        }
+        __syncthreads();
+        if (!*last)
+            return;
+    }
+    finish<D, DTYPE>(&a, item, kv_head, states, blocks, shared);
+}
+
+/* ---- The host's side ---- */
+
+static size_t state_bytes(const struct geometry *geometry)
+{
+    return geometry->query_heads * (geometry->head_dim + 2) * sizeof(float);
+}
+
+static size_t most_items(const struct backend *backend)
+{
+    return min_size(backend->capacity.max_sequences, backend->capacity.max_step_tokens);
+}
+
+/* Room for the blocks of sequences that share nothing; others take several launches, of which each
+ * has room for one item at least. */
+pkv_status decode_open(struct backend *backend)
+{
+    const struct geometry *geometry = backend->geometry;
+    const size_t blocks = backend->capacity.max_tokens / (BLOCK_PAGES * LENGTH) + 1;
+    size_t arrivals_bytes;
+    bool any = false;
+    pkv_status status;
+
+    for (size_t layer = 0; layer < geometry->layers; layer++)
+        any = any || store_layer(backend, layer).fragments;
+    if (!any)
+        return PKV_OK;
+    if (__builtin_add_overflow(blocks, most_items(backend), &backend->decode_blocks) ||
+        __builtin_mul_overflow(backend->decode_blocks, state_bytes(geometry),
+                               &backend->decode_states_bytes) ||
+        __builtin_mul_overflow(most_items(backend), geometry->kv_heads * sizeof(unsigned),
+                               &arrivals_bytes))
+        return fail(backend->message, PKV_ERROR_MEMORY,
+                    "attention states are more than memory can hold");
+    status = gpu_allocate(backend, backend->decode_states_bytes, "attention states",
+                          (void **)&backend->decode_states);
+    if (status == PKV_OK)
+        status = gpu_allocate(backend, arrivals_bytes, "attention states",
+                              (void **)&backend->decode_arrivals);
+    if (status == PKV_OK)
+        status = gpu_check(
+            backend, cudaMemsetAsync(backend->decode_arrivals, 0, arrivals_bytes, backend->stream),
+            "cannot clear attention states");
+    return status;
+}
+
+void decode_close(struct backend *backend)
+{
+    gpu_release(backend, most_items(backend) * backend->geometry->kv_heads * sizeof(unsigned),
+                backend->decode_arrivals);
+    gpu_release(backend, backend->decode_states_bytes, backend->decode_states);
+}
+
+template <unsigned D, pkv_dtype DTYPE>
+static void launch(const struct decode_views *a, dim3 grid, cudaStream_t stream)
+{
+    const size_t bytes = shared_places<D>::floats * sizeof(float);
+    const bool coded_k = a->layer.factors_k == PKV_FACTORS_INT4;
+    const bool coded_v = a->layer.factors_v == PKV_FACTORS_INT4;
+
+    if (coded_k && coded_v)
+        PKV_LAUNCH((attend_decode<D, DTYPE, true, true>), grid, THREADS, bytes, stream, *a);
+    else if (coded_k)
+        PKV_LAUNCH((attend_decode<D, DTYPE, true, false>), grid, THREADS, bytes, stream, *a);
+    else if (coded_v)
+        PKV_LAUNCH((attend_decode<D, DTYPE, false, true>), grid, THREADS, bytes, stream, *a);
+    else
+        PKV_LAUNCH((attend_decode<D, DTYPE, false, false>), grid, THREADS, bytes, stream, *a);
+}
+
+pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    const struct backend_plan *plan = &backend->step.plan;
+    struct decode_views a = {};
+    size_t item = 0;
+
+    a.layer = store_layer(backend, layer);
+    a.plan = backend->step.view;
+    a.q = io->q;
+    a.k = io->k;
+    a.v = io->v;
+    a.out = io->out;
+    a.lse = io->lse;
+    a.states = backend->decode_states;
+    a.arrivals = backend->decode_arrivals;
+    while (item < plan->n_items) {
+        size_t pages = 0, blocks = 1;
+        dim3 grid;
+
+        a.first_item = item;
+        do {
+            blocks = blocks_of_item(plan->items[item].tokens) > blocks
+                         ? blocks_of_item(plan->items[item].tokens)
+                         : blocks;
+            pages += pages_count(&backend->geometry->policy, plan->items[item].tokens);
+            item++;
+        } while (
+            item < plan->n_items && item - a.first_item < 65535 &&
+            first_block(item - a.first_item + 2, pages + pages_count(&backend->geometry->policy,
+                                                                     plan->items[item].tokens)) <=
+                backend->decode_blocks);
+        grid = dim3((unsigned)blocks, a.layer.kv_heads, (unsigned)(item - a.first_item));
+        if (a.layer.d == 64 && a.layer.dtype == PKV_F16)
+            launch<64, PKV_F16>(&a, grid, backend->stream);
+        else if (a.layer.d == 64)
+            launch<64, PKV_BF16>(&a, grid, backend->stream);
+        else if (a.layer.dtype == PKV_F16)
+            launch<128, PKV_F16>(&a, grid, backend->stream);
+        else
+            launch<128, PKV_BF16>(&a, grid, backend->stream);
+    }
+    return gpu_check_launch(backend, "cannot attend");
+}

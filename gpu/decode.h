@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: MIT */
+/* Attention of an item's one new token, with tensor cores, over pages in fragment order. */
+#ifndef PUZZLEKV_GPU_DECODE_H
+#define PUZZLEKV_GPU_DECODE_H
+
+#include "gpu.h"
+
+/* Reserves scratch where a layer has fragments, or sets the message. decode_close takes it back,
+ * also after a failure. */
+pkv_status decode_open(struct backend *backend);
+void decode_close(struct backend *backend);
+
+/* Queues the attention of a layer with fragments for the items of one new token alone. */
+pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *io);
+
+#endif

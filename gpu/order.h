@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Where the elements of a page lie in the device's memory: row by row or, where the kernels for
+ * tensor cores run, as these take their matrix A: in tiles of 16 rows (m) and 16 columns (k), of
+ * which lane 4 g + t of a warp has rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+ *
+ * Of a dense page A is K [t, i] and V^T [i, t], a lane's 8 elements of a tile 16 bytes. Of a factor
+ * page A is L_K [t, c], R_K [c, i], L_V^T [c, t] and R_V^T [i, c], so that c < r <= 16 is a row or
+ * a column; where r < 16, lanes have half of a tile's elements or none, and what they lack takes no
+ * room: first come the chunks of the lanes that have both halves, then those of the lanes that have
+ * one. A chunk is a lane's part of one tile or, with codes, of up to 4, whose words are such that
+ * code p and code p + 4 of each become a register of A. Where c is a column and r odd, there is
+ * room for one more.
+ */
+#ifndef PUZZLEKV_GPU_ORDER_H
+#define PUZZLEKV_GPU_ORDER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+extern "C" {
+#include "numeric.h"
+}
+
+#define TILE 16
+
+/* Lanes that have a chunk, and chunks of both halves and of one: along c, which are values of g
+ * where c is a row (8 of them), of t where it is a column (4). */
+struct chunk_lanes {
+    unsigned full, some;
+};
+
+EVERYWHERE struct chunk_lanes chunk_lanes_of(unsigned rank, bool rank_is_row)
+{
+    const unsigned n = rank_is_row ? rank : (rank + 1) / 2; /* rows, or pairs of columns */
+    const unsigned half = rank_is_row ? 8 : 4;
+    struct chunk_lanes lanes;
+
+    lanes.full = n > half ? n - half : 0;
+    lanes.some = n < half ? n : half;
+    return lanes;
+}
+
+/* Of a lane: elements before its chunk in a group of tiles, for chunks of 8 `tiles` elements, and
+ * how many halves it has. */
+struct chunk_place {
+    unsigned at, halves;
+};
+
+EVERYWHERE struct chunk_place chunk_place_of(unsigned rank, bool rank_is_row, unsigned tiles,
+                                             unsigned g, unsigned t)
+{
+    const struct chunk_lanes lanes = chunk_lanes_of(rank, rank_is_row);
+    const unsigned half = lanes.some - lanes.full; /* have one half */
+    const unsigned mine = rank_is_row ? g : t;
+    struct chunk_place place;
+
+    place.halves = (mine < lanes.some) + (mine < lanes.full);
+    if (place.halves == 2)
+        place.at = 8 * tiles * (rank_is_row ? 4 * g + t : lanes.full * g + t);
+    else
+        place.at = 8 * tiles * (rank_is_row ? 4 : 8) * lanes.full +
+                   4 * tiles * (rank_is_row ? 4 * (g - lanes.full) + t : half * g + t - lanes.full);
+    return place;
+}
+
+/* Elements of a group of tiles, whatever the lane. */
+EVERYWHERE unsigned chunk_group(unsigned rank, bool rank_is_row, unsigned tiles)
+{
+    return rank_is_row ? 16 * tiles * rank : 32 * tiles * ((rank + 1) / 2);
+}
+
+/* Tiles of a chunk of codes, with n of them in a part. */
+EVERYWHERE unsigned chunk_tiles(bool coded, unsigned n)
+{
+    return !coded ? 1 : n < 4 ? n : 4;
+}
+
+/* Of one part of a factor page. */
+struct part_place {
+    size_t offset; /* in the page; the codes' scales are at `scales` */
+    size_t scales;
+    size_t bytes;
+    unsigned rows, columns;
+    bool coded, row_scales; /* as in parts.h */
+    bool fragments;         /* in the order above */
+    bool is_key, is_left;
+};
+
+EVERYWHERE bool part_rank_is_row(const struct part_place *part)
+{
+    return part->is_key != part->is_left;
+}
+
+EVERYWHERE unsigned part_rank(const struct part_place *part)
+{
+    return part->is_left ? part->columns : part->rows;
+}
+
+/* Elements that a part has room for. */
+EVERYWHERE size_t part_room(const struct part_place *part)
+{
+    const unsigned along = part->is_left ? part->rows : part->columns;
+
+    if (!part->fragments)
+        return (size_t)part->rows * part->columns;
+    return (size_t)along / TILE * chunk_group(part_rank(part), part_rank_is_row(part), 1);
+}
+
+/* Where element [row, column] of a part lies in it. */
+EVERYWHERE size_t part_index(const struct part_place *part, unsigned row, unsigned column)
+{
+    const bool rank_is_row = part_rank_is_row(part);
+    const unsigned m = part->is_key ? row : column;
+    const unsigned k = part->is_key ? column : row;
+    const unsigned tile = rank_is_row ? k / TILE : m / TILE;
+    const unsigned h = rank_is_row ? m % 16 / 8 : k % 16 / 8; /* half of the chunk */
+    const unsigned j = rank_is_row ? k % 16 / 8 : m % 16 / 8;
+    unsigned tiles;
+    struct chunk_place place;
+    size_t at;
+
+    if (!part->fragments)
+        return (size_t)row * part->columns + column;
+    tiles = chunk_tiles(part->coded, (part->is_left ? part->rows : part->columns) / TILE);
+    place = chunk_place_of(part_rank(part), rank_is_row, tiles, m % 8, k % 8 / 2);
+    at = (size_t)(tile / tiles) * chunk_group(part_rank(part), rank_is_row, tiles) + place.at;
+    if (!part->coded)
+        return at + 4 * h + 2 * j + k % 2;
+    return at + 4 * tiles * h + tile % tiles / 2 * 8 + k % 2 * 4 + tile % 2 * 2 + j;
+}
+
+/* The inverse. False where nothing lies, which is to be 0. */
+EVERYWHERE bool part_element_at(const struct part_place *part, size_t i, unsigned *row,
+                                unsigned *column)
+{
+    const bool rank_is_row = part_rank_is_row(part);
+    const unsigned rank = part_rank(part);
+    const struct chunk_lanes lanes = chunk_lanes_of(rank, rank_is_row);
+    unsigned tiles, group, rest, full, chunk, number, g, t, h, j, x, tile, m, k;
+
+    if (!part->fragments) {
+        *row = (unsigned)(i / part->columns);
+        *column = (unsigned)(i % part->columns);
+        return true;
+    }
+    tiles = chunk_tiles(part->coded, (part->is_left ? part->rows : part->columns) / TILE);
+    group = chunk_group(rank, rank_is_row, tiles);
+    rest = (unsigned)(i % group);
+    full = 8 * tiles * (rank_is_row ? 4 : 8) * lanes.full;
+    chunk = rest < full ? 8 * tiles : 4 * tiles;
+    number = (rest < full ? rest : rest - full) / chunk;
+    rest = (rest < full ? rest : rest - full) % chunk;
+    if (rank_is_row) {
+        g = number / 4 + (chunk == 8 * tiles ? 0 : lanes.full);
+        t = number % 4;
+    } else {
+        const unsigned of_g = chunk == 8 * tiles ? lanes.full : lanes.some - lanes.full;
+
+        g = number / of_g;
+        t = number % of_g + (chunk == 8 * tiles ? 0 : lanes.full);
+    }
+    h = rest / (4 * tiles);
+    rest %= 4 * tiles;
+    if (part->coded) {
+        tile = rest / 8 * 2 + rest % 4 / 2;
+        x = rest % 8 / 4;
+        j = rest % 2;
+    } else {
+        tile = 0;
+        x = rest % 2;
+        j = rest / 2;
+    }
+    tile += (unsigned)(i / group) * tiles;
+    m = g + 8 * (rank_is_row ? h : j) + (rank_is_row ? 0 : TILE * tile);
+    k = 2 * t + x + 8 * (rank_is_row ? j : h) + (rank_is_row ? TILE * tile : 0);
+    *row = part->is_key ? m : k;
+    *column = part->is_key ? k : m;
+    return *row < part->rows && *column < part->columns;
+}
+
+/* Where the scale of a row or column of a part of codes lies among them: for fragments in the order
+ * in which a lane takes them, t by t for R_K, g by g for V. */
+EVERYWHERE size_t scale_index(const struct part_place *part, unsigned i)
+{
+    if (!part->fragments || (part->is_key && part->is_left))
+        return i;
+    if (part->is_key)
+        return i % 8 / 2 * (part->columns / 4) + i / 16 * 4 + i % 16 / 8 * 2 + i % 2;
+    return i % 8 * ((part->row_scales ? part->rows : part->columns) / 8) + i / 8;
+}
+
+/* Where element [t, i] of K or V of a dense page of P tokens lies in it. */
+EVERYWHERE size_t dense_place(bool fragments, unsigned length, unsigned d, bool is_key, unsigned t,
+                              unsigned i)
+{
+    const unsigned m = is_key ? t : i;
+    const unsigned k = is_key ? i : t;
+    const unsigned tile = i / TILE * (length / TILE) + t / TILE;
+    const size_t at = is_key ? 0 : (size_t)length * d;
+
+    if (!fragments)
+        return at + (size_t)t * d + i;
+    return at + (size_t)tile * TILE * TILE + (4 * (m % 8) + k % 8 / 2) * 8 + k % 16 / 8 * 4 +
+           m % 16 / 8 * 2 + k % 2;
+}
+
+#endif

@@ -1,0 +1,293 @@
+/* SPDX-License-Identifier: MIT */
+/* gpu/decode.cu: the kernel with tensor cores against the plain one, which takes steps of two
+ * tokens, and against the CPU; and that its bits are an item's alone. */
+#include "cache.h"
+#include "cuda_host/control.h"
+
+#include "tests.h" /* after message.h: see there */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { KV_HEADS = 2, GROUP = 8, DIM = 128, PAGE = 32, ROWS = 40, SEQUENCES = 4 };
+
+/*
+ * What is in storage is multiplied exactly. Queries, products with one factor and weights are split
+ * into two numbers of 16 bits, which leaves 2^-17 of them with bf16: 3e-5 of a score of 4, and as
+ * much of an output.
+ */
+#define TOLERANCE 5e-5
+
+struct shape {
+    pkv_dtype dtype;
+    size_t group, d, rank_k, rank_v;
+    pkv_factors k, v;
+};
+
+/* 16 shapes: both types, both d, native and INT4 factors in all pairs; odd, even and small ranks.
+ */
+static struct shape shape_of(int i)
+{
+    static const size_t groups[] = {1, 8, 3, 4, 5, 2, 7, 6};
+    static const size_t ranks[][2] = {{16, 14}, {13, 7}, {1, 16}, {9, 15}, {8, 2}, {12, 11}};
+    static const pkv_factors forms[] = {PKV_FACTORS_NATIVE, PKV_FACTORS_INT4};
+
+    return (struct shape){.dtype = i & 1 ? PKV_F16 : PKV_BF16,
+                          .group = groups[i / 2],
+                          .d = i & 2 ? 64 : 128,
+                          .rank_k = ranks[i % 6][0],
+                          .rank_v = ranks[i % 6][1],
+                          .k = forms[i >> 2 & 1],
+                          .v = forms[i >> 3 & 1]};
+}
+
+struct rows {
+    float q[ROWS * KV_HEADS * GROUP * DIM];
+    float k[ROWS * KV_HEADS * DIM];
+    float v[ROWS * KV_HEADS * DIM];
+    float out[ROWS * KV_HEADS * GROUP * DIM];
+    float lse[ROWS * KV_HEADS * GROUP];
+};
+
+static pkv_cache *open_cache(const struct shape *shape, size_t tokens, bool on_cpu)
+{
+    pkv_config config;
+    pkv_cache *cache;
+
+    pkv_config_init(&config, sizeof config);
+    config.layers = 1;
+    config.query_heads = KV_HEADS * shape->group;
+    config.kv_heads = KV_HEADS;
+    config.head_dim = shape->d;
+    config.rank_k = shape->rank_k;
+    config.rank_v = shape->rank_v;
+    config.factors_k = shape->k;
+    config.factors_v = shape->v;
+    config.dtype = shape->dtype;
+    config.max_sequences = SEQUENCES;
+    config.max_tokens = tokens;
+    config.max_step_tokens = ROWS;
+    config.threads = 1;
+    config.isa = on_cpu ? "generic" : NULL; /* computes in f32 */
+    tests_backend = on_cpu ? &backend_cpu : &backend_cuda;
+    cache = tests_open_cache(&config);
+    tests_backend = &backend_cpu;
+    return cache;
+}
+
+/* Row `row` of a sequence that is told from others by `seed`. */
+static void fill_row(struct rows *rows, size_t at, const struct shape *shape, uint64_t seed,
+                     size_t row)
+{
+    const size_t heads = KV_HEADS * shape->group;
+
+    tests_seed(1000 * seed + row);
+    for (size_t i = 0; i < KV_HEADS * shape->d; i++) {
+        rows->k[at * KV_HEADS * shape->d + i] = 2 * tests_random_float();
+        rows->v[at * KV_HEADS * shape->d + i] = 2 * tests_random_float();
+    }
+    for (size_t i = 0; i < heads * shape->d; i++)
+        rows->q[at * heads * shape->d + i] = 3 * tests_random_float();
+}
+
+struct part {
+    pkv_seq *seq;
+    uint64_t seed;
+    size_t tokens;
+};
+
+/* A step of several sequences' next rows, which are rows of `rows` in this order. */
+static void step(pkv_cache *cache, const struct shape *shape, const struct part *parts, size_t n,
+                 bool attends, bool stays, struct rows *rows)
+{
+    pkv_step_io io = {.struct_size = sizeof io,
+                      .q = {rows->q, PKV_F32, 0, 0},
+                      .k = {rows->k, PKV_F32, 0, 0},
+                      .v = {rows->v, PKV_F32, 0, 0}};
+    pkv_step_item items[SEQUENCES];
+    pkv_step *open;
+    size_t at = 0;
+
+    if (attends) {
+        io.out = (pkv_output){rows->out, PKV_F32, 0, 0};
+        io.lse = rows->lse;
+    }
+    for (size_t i = 0; i < n; i++) {
+        items[i] = (pkv_step_item){parts[i].seq, parts[i].tokens};
+        for (size_t t = 0; t < parts[i].tokens; t++)
+            fill_row(rows, at++, shape, parts[i].seed, pkv_seq_tokens(parts[i].seq) + t);
+    }
+    ck_assert_int_eq(pkv_step_begin(cache, items, n, &open), PKV_OK);
+    ck_assert_int_eq(tests_step_layer(open, 0, &io), PKV_OK);
+    if (stays)
+        ck_assert_int_eq(pkv_step_end(open), PKV_OK);
+    else
+        pkv_step_abort(open);
+}
+
+static pkv_seq *fill_sequence(pkv_cache *cache, const struct shape *shape, uint64_t seed,
+                              size_t tokens, struct rows *rows)
+{
+    struct part part = {NULL, seed, 0};
+
+    ck_assert_int_eq(pkv_seq_open(cache, &part.seq), PKV_OK);
+    while (pkv_seq_tokens(part.seq) < tokens) {
+        part.tokens = tokens - pkv_seq_tokens(part.seq);
+        part.tokens = part.tokens < ROWS ? part.tokens : ROWS;
+        step(cache, shape, &part, 1, false, true, rows);
+    }
+    return part.seq;
+}
+
+static void compare(const struct shape *shape, const struct rows *got, const struct rows *expected,
+                    const char *what, size_t tokens)
+{
+    const size_t heads = KV_HEADS * shape->group;
+    double most = 0, error = 0, lse_error = 0;
+
+    for (size_t i = 0; i < heads * shape->d; i++) {
+        require(isfinite(got->out[i]));
+        most = fmax(most, fabs((double)expected->out[i]));
+        error = fmax(error, fabs((double)got->out[i] - (double)expected->out[i]));
+    }
+    for (size_t i = 0; i < heads; i++)
+        lse_error = fmax(lse_error, fabs((double)got->lse[i] - (double)expected->lse[i]));
+    printf("%s: %zu tokens, error %.2g, of lse %.2g\n", what, tokens, error / most, lse_error);
+    require_msg(error <= TOLERANCE * most && lse_error <= TOLERANCE,
+                "%s: type %d, group %zu, d %zu, ranks %zu %zu, codes %d %d, %zu tokens: error %g, "
+                "of lse %g",
+                what, shape->dtype, shape->group, shape->d, shape->rank_k, shape->rank_v, shape->k,
+                shape->v, tokens, error / most, lse_error);
+}
+
+/* Before any page, within the first, in the window, with factors, in a second block. */
+static const size_t lengths[] = {0, 1, 31, 64, 205, 1100};
+
+#define LENGTHS (sizeof lengths / sizeof *lengths)
+
+START_TEST(as_the_others)
+{
+    const struct shape shape = shape_of(_i);
+    struct rows *plain = tests_allocate(1, sizeof *plain);
+    struct rows *tuned = tests_allocate(1, sizeof *tuned);
+    struct rows *on_cpu = tests_allocate(1, sizeof *on_cpu);
+
+    cuda_host_seed((uint64_t)_i);
+    for (size_t i = 0; i < LENGTHS; i++) {
+        struct part part = {.seed = (uint64_t)_i};
+        pkv_cache *cache, *other;
+        uint64_t digests[2];
+
+        if (lengths[i] > 300 && _i % 5 != 0)
+            continue; /* which take their time */
+        cache = open_cache(&shape, 1200, false);
+        other = open_cache(&shape, 1200, true);
+        part.seq = fill_sequence(cache, &shape, part.seed, lengths[i], plain);
+        part.tokens = 2;
+        step(cache, &shape, &part, 1, true, false, plain);
+        part.tokens = 1;
+        step(cache, &shape, &part, 1, true, false, tuned);
+        ck_assert_int_eq(pkv_seq_digest(part.seq, &digests[0]), PKV_OK);
+        part.seq = fill_sequence(other, &shape, part.seed, lengths[i], on_cpu);
+        step(other, &shape, &part, 1, true, false, on_cpu);
+        ck_assert_int_eq(pkv_seq_digest(part.seq, &digests[1]), PKV_OK);
+        ck_assert_uint_eq(digests[0], digests[1]);
+        compare(&shape, tuned, plain, "the plain kernel", lengths[i]);
+        compare(&shape, tuned, on_cpu, "the CPU", lengths[i]);
+        pkv_cache_close(cache);
+        pkv_cache_close(other);
+    }
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+    free(plain);
+    free(tuned);
+    free(on_cpu);
+}
+END_TEST
+
+static void require_same_row(const struct shape *shape, const struct rows *a, size_t row_a,
+                             const struct rows *b, size_t row_b)
+{
+    const size_t heads = KV_HEADS * shape->group;
+
+    ck_assert_int_eq(memcmp(a->out + row_a * heads * shape->d, b->out + row_b * heads * shape->d,
+                            heads * shape->d * sizeof(float)),
+                     0);
+    ck_assert_int_eq(memcmp(a->lse + row_a * heads, b->lse + row_b * heads, heads * sizeof(float)),
+                     0);
+}
+
+/* An item's bits are the same alone, among others in any place, beside one of several tokens, and
+ * for any order of threads and blocks. */
+START_TEST(alone_and_among_others)
+{
+    const struct shape shape = shape_of(_i);
+    pkv_cache *cache = open_cache(&shape, 1500, false);
+    struct rows *alone[SEQUENCES];
+    struct rows *together = tests_allocate(1, sizeof *together);
+    static const size_t tokens[SEQUENCES] = {70, 1060, 0, 161};
+    struct part parts[SEQUENCES], turned[SEQUENCES];
+
+    for (size_t i = 0; i < SEQUENCES; i++) {
+        alone[i] = tests_allocate(1, sizeof *alone[i]);
+        parts[i] = (struct part){fill_sequence(cache, &shape, i, tokens[i], together), i, 1};
+        cuda_host_seed(i);
+        step(cache, &shape, &parts[i], 1, true, false, alone[i]);
+    }
+    for (size_t seed = 0; seed < 3; seed++) {
+        cuda_host_seed(100 + seed);
+        for (size_t i = 0; i < SEQUENCES; i++)
+            turned[i] = parts[(i + seed) % SEQUENCES];
+        step(cache, &shape, turned, SEQUENCES, true, false, together);
+        for (size_t i = 0; i < SEQUENCES; i++)
+            require_same_row(&shape, alone[(i + seed) % SEQUENCES], 0, together, i);
+    }
+    parts[2].tokens = 3;
+    step(cache, &shape, parts, SEQUENCES, true, false, together);
+    require_same_row(&shape, alone[0], 0, together, 0);
+    require_same_row(&shape, alone[1], 0, together, 1);
+    require_same_row(&shape, alone[3], 0, together, 5);
+    for (size_t i = 0; i < SEQUENCES; i++)
+        free(alone[i]);
+    free(together);
+    pkv_cache_close(cache);
+}
+END_TEST
+
+/* Sequences that share what is stored have more pages together than the cache has room for, and
+ * states of attention too. */
+START_TEST(forks_beyond_the_room)
+{
+    const struct shape shape = shape_of(0);
+    pkv_cache *cache = open_cache(&shape, 1100, false);
+    struct rows *alone = tests_allocate(1, sizeof *alone);
+    struct rows *together = tests_allocate(1, sizeof *together);
+    struct part parts[SEQUENCES];
+
+    parts[0] = (struct part){fill_sequence(cache, &shape, 7, 1060, alone), 7, 1};
+    step(cache, &shape, parts, 1, true, false, alone);
+    for (size_t i = 1; i < SEQUENCES; i++) {
+        parts[i] = parts[0];
+        ck_assert_int_eq(pkv_seq_fork(parts[0].seq, &parts[i].seq), PKV_OK);
+    }
+    step(cache, &shape, parts, SEQUENCES, true, false, together);
+    for (size_t i = 0; i < SEQUENCES; i++)
+        require_same_row(&shape, alone, 0, together, i);
+    free(alone);
+    free(together);
+    pkv_cache_close(cache);
+}
+END_TEST
+
+int main(void)
+{
+    Suite *suite = suite_create("decode");
+    TCase *test = tcase_create("decode");
+
+    tcase_set_timeout(test, 60);
+    tcase_add_loop_test(test, as_the_others, 0, 16);
+    tcase_add_loop_test(test, alone_and_among_others, 0, 2);
+    tcase_add_test(test, forks_beyond_the_room);
+    suite_add_tcase(suite, test);
+    return tests_run(suite);
+}
