@@ -1,0 +1,101 @@
+#!/bin/sh
+# SPDX-License-Identifier: MIT
+# gpu-check.sh FOLDER test|measure: the CUDA backend on an NVIDIA GPU, from a plain checkout, with
+# nvcc and g++ alone: no autotools, BLAS or network. Each part takes less than 4 minutes on an H200;
+# FOLDER/test.json and FOLDER/measure.json hold what came out, and together are
+# FOLDER/gpu-check.json.
+#   test      random walks on CPU and GPU with equal digests, a graph over 1,000 tokens, faults; then
+#             a small case under compute-sanitizer, where that works
+#   measure   decoding at 32K tokens, llama-3.1-8b's shape, all layers' storage; factorizing
+# With PUZZLEKV_GPU_CHECK=host it runs without a GPU, on tests/cuda_host and in small, to test
+# itself; PUZZLEKV_GPU_ARCH (sm_90) is what nvcc compiles for.
+set -eu
+
+usage() {
+    echo "usage: gpu-check.sh FOLDER test|measure" >&2
+    exit 2
+}
+
+[ $# -eq 2 ] || usage
+case $2 in
+test | measure) part=$2 ;;
+*) usage ;;
+esac
+source=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+objects=$folder/objects
+mkdir -p "$objects"
+arch=${PUZZLEKV_GPU_ARCH:-sm_90}
+jobs=$(nproc)
+host=${PUZZLEKV_GPU_CHECK:-}
+cd "$source"
+
+# LAPACK's solver is not used, and digests are only compared: stand-ins do where there is none.
+stand_ins="-I$source/tests/gpu_check/lapacke"
+echo '#include <xxhash.h>' | gcc -E - >/dev/null 2>&1 ||
+    stand_ins="$stand_ins -I$source/tests/gpu_check/xxhash"
+: >"$objects/config.h"
+
+# One line a source: its object, then the command without both.
+commands() {
+    for file in lib/*.c cpu/attention.c cpu/backend.c cpu/codec_*.c cpu/dispatch.c cpu/elements.c \
+        cpu/factorize.c cpu/store.c cpu/kernels_generic.c cpu/solver_generic.c; do
+        echo "$file gcc -std=gnu11 -O2 -ffp-contract=off -fopenmp -Wno-psabi" \
+            "-I$objects -Ilib -iquote cpu $stand_ins -DPKGLIBDIR='\"/nowhere\"'"
+    done
+    for file in gpu/*.cu tests/gpu_check/gpu_check.cu; do
+        if [ "$host" ]; then
+            echo "$file g++ -std=c++20 -O1 -ffp-contract=off -x c++" \
+                "-iquote tests/cuda_host -iquote gpu -Ilib"
+        else
+            echo "$file nvcc -std=c++20 -O3 -fmad=false -arch=$arch" \
+                "-Igpu/toolkit -Igpu -Ilib"
+        fi
+    done
+    [ -z "$host" ] || for file in tests/cuda_host/*.cc; do
+        echo "$file g++ -std=c++20 -O2 -iquote tests/cuda_host -Ilib"
+    done
+}
+
+commands | while read -r file command; do
+    echo "$command -c -o $objects/$(echo "$file" | tr / -).o $file"
+done | tr '\n' '\0' | xargs -0 -r -n 1 -P "$jobs" sh -c
+if [ "$host" ]; then
+    g++ -o "$objects/gpu_check" "$objects"/*.o -fopenmp -ldl -lm
+else
+    nvcc -arch="$arch" -o "$objects/gpu_check" "$objects"/*.o -lgomp -ldl -lm
+fi
+
+small=${host:+small}
+# shellcheck disable=SC2086 # no word where there is none
+OMP_NUM_THREADS=4 "$objects/gpu_check" "$part" $small >"$folder/part.json"
+
+memcheck='not run'
+if [ "$part" = test ] && [ -z "$host" ] && command -v compute-sanitizer >/dev/null; then
+    if timeout 90 compute-sanitizer --error-exitcode 9 "$objects/gpu_check" test small \
+        >"$folder/memcheck.log" 2>&1; then
+        memcheck=clean
+    elif [ $? -eq 9 ]; then
+        memcheck=errors
+    else
+        memcheck='does not work here'
+    fi
+fi
+if [ "$part" = test ]; then
+    sed "\$ s/.*/,  \"memcheck\": \"$memcheck\"\n}/" "$folder/part.json" >"$folder/test.json"
+else
+    cp "$folder/part.json" "$folder/measure.json"
+fi
+rm "$folder/part.json"
+if [ -f "$folder/test.json" ] && [ -f "$folder/measure.json" ]; then
+    {
+        echo '{"test":'
+        cat "$folder/test.json"
+        echo ', "measure":'
+        cat "$folder/measure.json"
+        echo '}'
+    } >"$folder/gpu-check.json"
+fi
+cat "$folder/$part.json"
+[ "$memcheck" != errors ]

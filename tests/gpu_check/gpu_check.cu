@@ -1,0 +1,539 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The CUDA backend on a device: gpu_check test | measure [small], JSON on stdout; see
+ * tests/gpu-check.sh. With tests/cuda_host/device.h it runs without one, which tests itself.
+ */
+#include "device.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+extern "C" {
+#include "cache.h"
+}
+
+#define REQUIRE(condition)                                                                         \
+    ((condition) ? (void)0 : stop(__LINE__, #condition, cudaGetErrorString(cudaGetLastError())))
+#define REQUIRE_CUDA(call)      require_cuda(call, __LINE__, #call)
+#define REQUIRE_OK(cache, call) require_ok(cache, call, __LINE__, #call)
+
+[[noreturn]] static void stop(int line, const char *what, const char *why)
+{
+    fprintf(stderr, "gpu_check.cu:%d: %s: %s\n", line, what, why);
+    exit(1);
+}
+
+static void require_cuda(cudaError_t error, int line, const char *what)
+{
+    if (error != cudaSuccess)
+        stop(line, what, cudaGetErrorString(error));
+}
+
+static void require_ok(const pkv_cache *cache, pkv_status status, int line, const char *what)
+{
+    if (status != PKV_OK)
+        stop(line, what, pkv_cache_message(cache));
+}
+
+/* ---- Random rows ---- */
+
+static uint64_t random_state;
+
+static uint32_t random_number(void)
+{
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(random_state >> 32);
+}
+
+static float random_float(void)
+{
+    return (float)(int32_t)random_number() * 0x3p-31f;
+}
+
+/* ---- Caches, and the rows of their steps in both memories ---- */
+
+struct shape {
+    size_t layers, query_heads, kv_heads, d, page, rank_k, rank_v;
+};
+
+static pkv_config config_of(const struct shape &shape, pkv_dtype dtype, pkv_factors factors)
+{
+    pkv_config config;
+
+    pkv_config_init(&config, sizeof config);
+    config.layers = shape.layers;
+    config.query_heads = shape.query_heads;
+    config.kv_heads = shape.kv_heads;
+    config.head_dim = shape.d;
+    config.page_tokens = shape.page;
+    config.rank_k = shape.rank_k;
+    config.rank_v = shape.rank_v;
+    config.factors_k = config.factors_v = factors;
+    config.dtype = dtype;
+    return config;
+}
+
+static pkv_cache *open_cache(const struct backend_ops *ops, const pkv_config &config)
+{
+    char message[PKV_MESSAGE_BYTES];
+    pkv_cache *cache;
+
+    if (cache_open_with(ops, &config, &cache, message) != PKV_OK)
+        stop(__LINE__, "cannot open a cache", message);
+    return cache;
+}
+
+static uint64_t digest_of(pkv_cache *cache)
+{
+    uint64_t digest = 0;
+
+    REQUIRE_OK(cache, pkv_cache_digest(cache, &digest));
+    return digest;
+}
+
+struct rows {
+    std::vector<float> q, k, v, out; /* on the host */
+    float *device[4];                /* the same */
+    cudaStream_t stream;
+};
+
+static void open_rows(struct rows *rows, const struct shape &shape, size_t n, cudaStream_t stream)
+{
+    rows->stream = stream;
+    rows->q.resize(n * shape.query_heads * shape.d);
+    rows->out.resize(rows->q.size());
+    rows->k.resize(n * shape.kv_heads * shape.d);
+    rows->v.resize(rows->k.size());
+    REQUIRE_CUDA(cudaMalloc((void **)&rows->device[0], rows->q.size() * sizeof(float)));
+    REQUIRE_CUDA(cudaMalloc((void **)&rows->device[1], rows->k.size() * sizeof(float)));
+    REQUIRE_CUDA(cudaMalloc((void **)&rows->device[2], rows->v.size() * sizeof(float)));
+    REQUIRE_CUDA(cudaMalloc((void **)&rows->device[3], rows->q.size() * sizeof(float)));
+}
+
+static void close_rows(struct rows *rows)
+{
+    for (float *device : rows->device)
+        REQUIRE_CUDA(cudaFree(device));
+}
+
+static void upload(struct rows *rows)
+{
+    const std::vector<float> *const from[] = {&rows->q, &rows->k, &rows->v};
+
+    for (int i = 0; i < 3; i++)
+        REQUIRE_CUDA(cudaMemcpyAsync(rows->device[i], from[i]->data(),
+                                     from[i]->size() * sizeof(float), cudaMemcpyHostToDevice,
+                                     rows->stream));
+    REQUIRE_CUDA(cudaStreamSynchronize(rows->stream));
+}
+
+static void fill_rows(struct rows *rows)
+{
+    for (std::vector<float> *all : {&rows->q, &rows->k, &rows->v})
+        for (float &x : *all)
+            x = random_float();
+    upload(rows);
+}
+
+static pkv_step_io io_of(struct rows *rows, bool on_device)
+{
+    pkv_step_io io = {};
+
+    io.struct_size = sizeof io;
+    io.q.data = on_device ? rows->device[0] : rows->q.data();
+    io.k.data = on_device ? rows->device[1] : rows->k.data();
+    io.v.data = on_device ? rows->device[2] : rows->v.data();
+    io.out.data = on_device ? rows->device[3] : rows->out.data();
+    return io;
+}
+
+/* max|CPU - device| / max|CPU| of the outputs. */
+static double difference(struct rows *rows, size_t n)
+{
+    std::vector<float> got(n);
+    double most = 0.0, error = 0.0;
+
+    REQUIRE_CUDA(cudaMemcpyAsync(got.data(), rows->device[3], n * sizeof(float),
+                                 cudaMemcpyDeviceToHost, rows->stream));
+    REQUIRE_CUDA(cudaStreamSynchronize(rows->stream));
+    for (size_t i = 0; i < n; i++) {
+        most = fmax(most, fabs((double)rows->out[i]));
+        error = fmax(error, fabs((double)rows->out[i] - (double)got[i]));
+    }
+    return error / most;
+}
+
+/* ---- Tests ---- */
+
+#define MOST_ROWS 96
+
+/* The same steps, forks, cuts and aborts on both: the same digest after each, and outputs within
+ * the bounds of f32 and of packed arithmetic. Returns the largest difference of the outputs. */
+static double walk(const struct shape &shape, pkv_dtype dtype, pkv_factors factors, size_t steps)
+{
+    const double bound = dtype == PKV_F32 ? 2e-5 : factors == PKV_FACTORS_INT4 ? 2e-2 : 1e-2;
+    pkv_config config = config_of(shape, dtype, factors);
+    pkv_cache *caches[2];
+    pkv_seq *sequences[2][3];
+    struct rows rows;
+    cudaStream_t stream;
+    double worst = 0.0;
+    size_t n = 1;
+
+    REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    open_rows(&rows, shape, MOST_ROWS, stream);
+    config.max_sequences = 3;
+    config.max_tokens = 3 * MOST_ROWS * (steps + 1);
+    config.max_step_tokens = MOST_ROWS;
+    for (int j = 0; j < 2; j++) {
+        config.stream = j == 1 ? stream : NULL;
+        caches[j] = open_cache(j == 0 ? &backend_cpu : &backend_cuda, config);
+        REQUIRE_OK(caches[j], pkv_seq_open(caches[j], &sequences[j][0]));
+    }
+    for (size_t i = 0; i < steps; i++) {
+        const bool aborted = random_number() % 8 == 0;
+        const uint32_t choice = random_number() % 6;
+        const size_t which = random_number() % n;
+        const size_t tokens =
+            random_number() % 3 ? 1 + random_number() % 3 : 1 + random_number() % (MOST_ROWS / 3);
+        pkv_step *open[2];
+
+        if (choice == 0 && n < 3) {
+            for (int j = 0; j < 2; j++)
+                REQUIRE_OK(caches[j], pkv_seq_fork(sequences[j][which], &sequences[j][n]));
+            n++;
+        } else if (choice == 1) {
+            const size_t all = pkv_seq_tokens(sequences[0][which]);
+            const size_t left = all - random_number() % (all + 1) / 4;
+
+            for (int j = 0; j < 2; j++)
+                REQUIRE_OK(caches[j], pkv_seq_truncate(sequences[j][which], left));
+        }
+        for (int j = 0; j < 2; j++) {
+            pkv_step_item items[3];
+
+            for (size_t k = 0; k < n; k++)
+                items[k] = pkv_step_item{sequences[j][k], k == which ? tokens : 1};
+            REQUIRE_OK(caches[j], pkv_step_begin(caches[j], items, n, &open[j]));
+        }
+        for (size_t layer = 0; layer < shape.layers; layer++) {
+            double now;
+
+            fill_rows(&rows);
+            for (int j = 0; j < 2; j++) {
+                pkv_step_io io = io_of(&rows, j == 1);
+
+                REQUIRE_OK(caches[j], pkv_step_layer(open[j], layer, &io));
+            }
+            now = difference(&rows, (tokens + n - 1) * shape.query_heads * shape.d);
+            REQUIRE(now <= bound);
+            worst = fmax(worst, now);
+        }
+        for (int j = 0; j < 2; j++) {
+            if (aborted)
+                pkv_step_abort(open[j]);
+            else
+                REQUIRE_OK(caches[j], pkv_step_end(open[j]));
+        }
+        REQUIRE(digest_of(caches[0]) == digest_of(caches[1]));
+    }
+    for (pkv_cache *cache : caches)
+        pkv_cache_close(cache);
+    close_rows(&rows);
+    REQUIRE_CUDA(cudaStreamDestroy(stream));
+    return worst;
+}
+
+/* One graph decodes; a bad value is told late, and what fails leaves all as it was. */
+static void graph_and_faults(const struct shape &shape, size_t tokens)
+{
+    pkv_config config = config_of(shape, PKV_BF16, PKV_FACTORS_NATIVE);
+    pkv_cache *caches[2], *none;
+    pkv_step_item items[2];
+    struct rows rows;
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable = NULL;
+    char message[PKV_MESSAGE_BYTES];
+    uint64_t before, after;
+    pkv_step *step;
+
+    REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    open_rows(&rows, shape, 1, stream);
+    config.max_tokens = tokens + 100;
+    config.step_flags = PKV_STEP_ASYNC;
+    for (int j = 0; j < 2; j++) {
+        config.stream = j == 1 ? stream : NULL;
+        caches[j] = open_cache(j == 0 ? &backend_cpu : &backend_cuda, config);
+        items[j].tokens = 1;
+        REQUIRE_OK(caches[j], pkv_seq_open(caches[j], &items[j].seq));
+    }
+    /* Operands stay where they are, so all layers get the same rows. */
+    for (size_t i = 0; i < tokens; i++) {
+        fill_rows(&rows);
+        for (int j = 0; j < 2; j++) {
+            pkv_step_io io = io_of(&rows, j == 1);
+
+            REQUIRE_OK(caches[j], pkv_step_begin(caches[j], &items[j], 1, &step));
+            if (j == 1 && executable)
+                REQUIRE_OK(caches[j], pkv_step_replay(step));
+            if (j == 1 && !executable)
+                REQUIRE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+            for (size_t layer = 0; layer < shape.layers && !(j == 1 && executable); layer++)
+                REQUIRE_OK(caches[j], pkv_step_layer(step, layer, &io));
+            if (j == 1 && !executable) {
+                REQUIRE_CUDA(cudaStreamEndCapture(stream, &graph));
+                REQUIRE_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+                REQUIRE_CUDA(cudaGraphDestroy(graph));
+            }
+            if (j == 1)
+                REQUIRE_CUDA(cudaGraphLaunch(executable, stream));
+            REQUIRE_OK(caches[j], pkv_step_end(step));
+        }
+        /* The next rows go to the same place. */
+        REQUIRE_CUDA(cudaStreamSynchronize(stream));
+    }
+    before = digest_of(caches[0]);
+    REQUIRE(digest_of(caches[1]) == before);
+
+    rows.v[3] = NAN;
+    upload(&rows);
+    REQUIRE_OK(caches[1], pkv_step_begin(caches[1], &items[1], 1, &step));
+    REQUIRE_OK(caches[1], pkv_step_replay(step));
+    REQUIRE_CUDA(cudaGraphLaunch(executable, stream));
+    REQUIRE_OK(caches[1], pkv_step_end(step));
+    REQUIRE(pkv_seq_digest(items[1].seq, &after) == PKV_ERROR_VALUE);
+    REQUIRE(strstr(pkv_cache_message(caches[1]), "V is not finite") != NULL);
+    REQUIRE(pkv_seq_truncate(items[1].seq, tokens - 1) == PKV_ERROR_VALUE);
+    REQUIRE_OK(caches[1], pkv_seq_truncate(items[1].seq, tokens));
+    REQUIRE(digest_of(caches[1]) == before);
+
+    /* A pool that no card holds. */
+    config.max_tokens = (size_t)1 << 30;
+    config.kv_heads = config.query_heads = 64;
+    REQUIRE(cache_open_with(&backend_cuda, &config, &none, message) == PKV_ERROR_MEMORY);
+    REQUIRE(strstr(message, "out of memory") != NULL);
+    REQUIRE(digest_of(caches[1]) == before);
+    for (pkv_cache *cache : caches)
+        pkv_cache_close(cache);
+    REQUIRE_CUDA(cudaGraphExecDestroy(executable));
+    close_rows(&rows);
+    REQUIRE_CUDA(cudaStreamDestroy(stream));
+}
+
+static void run_tests(bool small)
+{
+    static const struct {
+        const char *name;
+        pkv_dtype dtype;
+        pkv_factors factors;
+    } kinds[] = {
+        {"f32", PKV_F32, PKV_FACTORS_NATIVE},    {"f16", PKV_F16, PKV_FACTORS_NATIVE},
+        {"bf16", PKV_BF16, PKV_FACTORS_NATIVE},  {"f32 int4", PKV_F32, PKV_FACTORS_INT4},
+        {"f16 int4", PKV_F16, PKV_FACTORS_INT4}, {"bf16 int4", PKV_BF16, PKV_FACTORS_INT4},
+    };
+    const struct shape tuned = {2, 8, 2, small ? 64u : 128u, 32, 16, 14};
+    const struct shape plain = {2, 6, 2, 24, 16, 6, 5};
+
+    printf("  \"digests_equal\": {");
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        random_state = i;
+
+        const double other = walk(plain, kinds[i].dtype, kinds[i].factors, small ? 8 : 60);
+        const double main = walk(tuned, kinds[i].dtype, kinds[i].factors, small ? 4 : 60);
+
+        printf("%s\n    \"%s\": {\"output_difference\": %.3g}", i > 0 ? "," : "", kinds[i].name,
+               fmax(main, other));
+        fflush(stdout);
+    }
+    graph_and_faults(plain, small ? 60 : 1000);
+    printf("\n  },\n  \"graph_tokens\": %d\n", small ? 60 : 1000);
+}
+
+/* ---- Measurements ---- */
+
+/* Milliseconds of a queue, the median of several times. */
+template <typename F> static double median_ms(cudaStream_t stream, size_t times, F queue)
+{
+    std::vector<double> ms;
+    cudaEvent_t begin, end;
+
+    REQUIRE_CUDA(cudaEventCreate(&begin));
+    REQUIRE_CUDA(cudaEventCreate(&end));
+    queue();
+    for (size_t i = 0; i < times; i++) {
+        float now;
+
+        REQUIRE_CUDA(cudaEventRecord(begin, stream));
+        queue();
+        REQUIRE_CUDA(cudaEventRecord(end, stream));
+        REQUIRE_CUDA(cudaEventSynchronize(end));
+        REQUIRE_CUDA(cudaEventElapsedTime(&now, begin, end));
+        ms.push_back((double)now);
+    }
+    REQUIRE_CUDA(cudaEventDestroy(begin));
+    REQUIRE_CUDA(cudaEventDestroy(end));
+    for (size_t i = 0; i < ms.size(); i++) /* few */
+        for (size_t j = i + 1; j < ms.size(); j++)
+            if (ms[j] < ms[i])
+                std::swap(ms[i], ms[j]);
+    return ms[ms.size() / 2];
+}
+
+/* GB/s of a copy within the device, read and written. */
+static double copy_bandwidth(cudaStream_t stream, size_t bytes)
+{
+    void *from, *to;
+    double ms;
+
+    REQUIRE_CUDA(cudaMalloc(&from, bytes));
+    REQUIRE_CUDA(cudaMalloc(&to, bytes));
+    REQUIRE_CUDA(cudaMemsetAsync(from, 0, bytes, stream));
+    ms = median_ms(stream, 9, [&]() {
+        REQUIRE_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+    });
+    REQUIRE_CUDA(cudaFree(from));
+    REQUIRE_CUDA(cudaFree(to));
+    return 2e-6 * (double)bytes / ms;
+}
+
+struct figures {
+    double decode_us; /* of a step's kernels, all layers */
+    double bytes;     /* that it reads, payload of the sequences */
+    double reserved_bytes;
+    double factorize_us; /* a page of one layer and head */
+};
+
+/* `batch` sequences of `tokens` random tokens, fed in chunks without queries, then a graph of one
+ * step of decoding; every layer has pages of its own. */
+static struct figures measure_policy(const struct shape &shape, pkv_factors factors, size_t batch,
+                                     size_t tokens, cudaStream_t stream)
+{
+    const size_t chunk = tokens < 2048 ? tokens : 2048;
+    pkv_config config = config_of(shape, PKV_BF16, factors);
+    std::vector<pkv_step_item> items(batch);
+    struct figures figures = {};
+    pkv_stats stats = {};
+    struct rows rows;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    pkv_cache *cache;
+    pkv_step *step;
+
+    config.max_sequences = batch;
+    config.max_tokens = batch * (tokens + 64);
+    config.max_step_tokens = chunk > batch ? chunk : batch;
+    config.stream = stream;
+    cache = open_cache(&backend_cuda, config);
+    open_rows(&rows, shape, config.max_step_tokens, stream);
+    fill_rows(&rows);
+    for (size_t i = 0; i < batch; i++) {
+        REQUIRE_OK(cache, pkv_seq_open(cache, &items[i].seq));
+        for (size_t t = 0; t < tokens; t += chunk) {
+            items[i].tokens = tokens - t < chunk ? tokens - t : chunk;
+            REQUIRE_OK(cache, pkv_step_begin(cache, &items[i], 1, &step));
+            for (size_t layer = 0; layer < shape.layers; layer++) {
+                pkv_step_io io = io_of(&rows, true);
+
+                io.out.data = NULL;
+                REQUIRE_OK(cache, pkv_step_layer(step, layer, &io));
+            }
+            REQUIRE_OK(cache, pkv_step_end(step));
+        }
+        items[i].tokens = 1;
+    }
+    stats.struct_size = sizeof stats;
+    REQUIRE_OK(cache, pkv_cache_stats(cache, &stats));
+    figures.bytes = (double)stats.payload_bytes;
+    figures.reserved_bytes = (double)stats.reserved_bytes;
+    if (factors != PKV_FACTORS_NONE)
+        figures.factorize_us = 1e6 * stats.factorize_seconds /
+                               (double)(stats.factorized_pages * shape.layers * shape.kv_heads);
+
+    REQUIRE_OK(cache, pkv_step_begin(cache, items.data(), batch, &step));
+    REQUIRE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (size_t layer = 0; layer < shape.layers; layer++) {
+        pkv_step_io io = io_of(&rows, true);
+
+        REQUIRE_OK(cache, pkv_step_layer(step, layer, &io));
+    }
+    REQUIRE_CUDA(cudaStreamEndCapture(stream, &graph));
+    REQUIRE_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+    /* The same step again and again: it changes nothing that it reads. */
+    figures.decode_us =
+        1e3 * median_ms(stream, 15, [&]() { REQUIRE_CUDA(cudaGraphLaunch(executable, stream)); });
+    pkv_step_abort(step);
+    REQUIRE_CUDA(cudaGraphExecDestroy(executable));
+    REQUIRE_CUDA(cudaGraphDestroy(graph));
+    close_rows(&rows);
+    pkv_cache_close(cache);
+    return figures;
+}
+
+static void measure(bool small)
+{
+    static const struct {
+        const char *name;
+        pkv_factors factors;
+    } policies[] = {{"raw", PKV_FACTORS_NONE},
+                    {"puzzle", PKV_FACTORS_NATIVE},
+                    {"puzzle-int4", PKV_FACTORS_INT4}};
+    /* llama-3.1-8b; with many sequences a few layers are many times what caches hold. */
+    struct shape shape = {
+        small ? 2u : 32u, small ? 4u : 32u, small ? 2u : 8u, small ? 64u : 128u, 32, 16, 14};
+    const size_t batches[] = {1, small ? 2u : 16u};
+    const size_t tokens = small ? 160 : 32768;
+    cudaStream_t stream;
+    double bandwidth;
+
+    REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    bandwidth = copy_bandwidth(stream, small ? 1 << 16 : (size_t)4 << 30);
+    printf("  \"copy_gb_per_s\": %.1f,\n  \"tokens\": %zu,\n  \"decode\": [", bandwidth, tokens);
+    for (size_t b = 0; b < 2; b++) {
+        struct figures raw = {};
+
+        shape.layers = small ? 2 : batches[b] == 1 ? 32 : 4;
+        for (size_t i = 0; i < 3; i++) {
+            const struct figures figures =
+                measure_policy(shape, policies[i].factors, batches[b], tokens, stream);
+
+            if (i == 0)
+                raw = figures;
+            printf(
+                "%s\n    {\"kv\": \"%s\", \"batch\": %zu, \"layers\": %zu, \"us_per_step\": %.2f, "
+                "\"speedup\": %.3f, \"read_gb_per_s\": %.1f, \"share_of_copy\": %.3f, "
+                "\"pool_ratio\": %.4f, \"factorize_us_per_page_head\": %.4f}",
+                b + i > 0 ? "," : "", policies[i].name, batches[b], shape.layers, figures.decode_us,
+                raw.decode_us / figures.decode_us, 1e-3 * figures.bytes / figures.decode_us,
+                1e-3 * figures.bytes / figures.decode_us / bandwidth,
+                figures.reserved_bytes / raw.reserved_bytes, figures.factorize_us);
+            fflush(stdout);
+        }
+    }
+    printf("\n  ]\n");
+    REQUIRE_CUDA(cudaStreamDestroy(stream));
+}
+
+int main(int argc, char **argv)
+{
+    const bool small = argc == 3 && strcmp(argv[2], "small") == 0;
+    struct cudaDeviceProp properties;
+
+    if (argc < 2 || (strcmp(argv[1], "test") != 0 && strcmp(argv[1], "measure") != 0)) {
+        fprintf(stderr, "usage: gpu_check test|measure [small]\n");
+        return 2;
+    }
+    REQUIRE_CUDA(cudaGetDeviceProperties(&properties, 0));
+    printf("{\n  \"device\": \"%s\",\n  \"arch\": \"sm_%d%d\",\n  \"backend\": \"%s\",\n",
+           properties.name, properties.major, properties.minor, BACKEND_NAME);
+    if (strcmp(argv[1], "test") == 0)
+        run_tests(small);
+    else
+        measure(small);
+    printf("}\n");
+    return 0;
+}
