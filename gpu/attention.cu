@@ -22,8 +22,6 @@
 #define SPLIT_UNITS  1024
 #define STATES_BYTES ((size_t)8 << 20)
 
-#define MAX_BLOCKS ((size_t)1 << 20)
-
 /* Offsets into a block's shared memory, in floats; of `heads` query heads. */
 struct shared_layout {
     unsigned q, scores, inner, scale;

@@ -7,9 +7,6 @@
 /* Pages of factors begin on the memory's own lines. */
 #define PAGE_ALIGNMENT 128
 
-/* Blocks of a launch at most; each goes on until nothing is left. */
-#define MAX_BLOCKS ((size_t)1 << 20)
-
 /* Of a plan's memory at first. */
 #define DECLARED_PLAN_BYTES ((size_t)16 << 20)
 

@@ -11,6 +11,9 @@
 /* Before a loop that is to have no counter. */
 #define UNROLL _Pragma("unroll")
 
+/* Blocks of a launch at most where each goes on until nothing is left. */
+#define MAX_BLOCKS ((size_t)1 << 20)
+
 /* The only way to launch a kernel. */
 #define PKV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                 \
     kernel<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
