@@ -137,3 +137,18 @@ AC_DEFUN([PKV_NVCC], [
     AC_SUBST([NVCC])
     AC_SUBST([NVCC_GENCODE])
 ])
+
+# PKV_CUBLAS
+# Whether nvcc finds cuBLAS, which running models on a device takes; adds to have_cuda if not.
+AC_DEFUN([PKV_CUBLAS], [
+    pkv_found=no
+    AS_IF([test -n "$NVCC" && test "$enable_tools" = yes], [
+        AC_MSG_CHECKING([for cuBLAS])
+        echo '#include <cublas_v2.h>' > conftest.cu
+        AS_IF(["$NVCC" -E conftest.cu > /dev/null 2>&AS_MESSAGE_LOG_FD], [pkv_found=yes],
+            [AS_VAR_APPEND([have_cuda], [", without cuBLAS, so models run on the CPU alone"])])
+        rm -f conftest.cu
+        AC_MSG_RESULT([$pkv_found])
+    ])
+    AM_CONDITIONAL([HAVE_CUBLAS], [test "$pkv_found" = yes])
+])

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* tools/runner/transformer.c on the tiny models, against logits of an independent implementation.
- */
+/* tools/runner/transformer.c and both forward passes on the tiny models, against logits of an
+ * independent implementation. */
+#include "config.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,7 +27,11 @@ static const char *const variants[] = {"models/qwen2", "models/mistral", "models
                                        "models/llama-yarn"};
 #define VARIANTS (sizeof variants / sizeof variants[0])
 
+/* Everything is on the device that is none, of tests/cuda_host. */
+static bool on_device;
+
 struct setup {
+    struct device *device;
     struct model *model;
     struct transformer *transformer;
     struct kv_store *store;
@@ -54,8 +60,11 @@ static void open_setup(struct setup *s, const char *folder, const char *path, co
 
     if (path == NULL)
         path = tests_path("%s", folder);
+    ck_assert_msg(device_open(on_device ? DEVICE_CUDA : DEVICE_CPU, true, &s->device, &error), "%s",
+                  error.text);
     ck_assert_msg(model_open(path, &s->model, &error), "%s", error.text);
     store.model = s->model;
+    store.device = chosen.device = s->device;
     ck_assert_msg(kv_spec_parse(kv, &spec, &error) && kv_spec_resolve(&spec, s->model, &error) &&
                       kv_store_open(&spec, &store, &s->store, &error) &&
                       machine_isa(&chosen.isa, &error),
@@ -71,6 +80,7 @@ static void close_setup(struct setup *s)
     kv_store_close(s->store);
     transformer_close(s->transformer);
     model_close(s->model);
+    device_close(s->device);
 }
 
 static void feed(struct setup *s, const int32_t *ids, size_t count)
@@ -125,7 +135,8 @@ static void check_raw_logits(const char *folder, const char *path, const char *k
 START_TEST(test_raw_logits)
 {
     check_raw_logits(models[_i], NULL, "raw");
-    check_raw_logits(models[_i], NULL, "static");
+    if (!on_device)
+        check_raw_logits(models[_i], NULL, "static");
 }
 END_TEST
 
@@ -346,7 +357,7 @@ END_TEST
 START_TEST(test_int4_logits)
 {
     const char *folder = models[_i];
-    const struct transformer_options options = {.threads = 2};
+    const struct transformer_options options = {.threads = 2, .exact = true};
     struct setup s;
 
     open_setup(&s, folder, NULL, "puzzle-int4", PKV_F32, &options);
@@ -428,6 +439,32 @@ START_TEST(test_threads)
     }
     free(first);
     tests_remove_folder(folder);
+}
+END_TEST
+
+/* The likeliest token is that of the logits. */
+START_TEST(test_next)
+{
+    const struct transformer_options options = {.threads = 2};
+    struct setup a, b;
+    struct error error;
+    int32_t next;
+
+    open_setup(&a, models[_i], NULL, "puzzle", PKV_BF16, &options);
+    open_setup(&b, models[_i], NULL, "puzzle", PKV_BF16, &options);
+    for (size_t i = 0; i < IDS; i += i == 0 ? PROMPT : 10) {
+        const size_t count = i == 0 ? PROMPT : 10;
+        size_t best = 0;
+
+        feed(&a, a.ids + i, count);
+        for (size_t j = 1; j < a.model->vocabulary; j++)
+            best = a.logits[j] > a.logits[best] ? j : best;
+        ck_assert_msg(transformer_next(b.transformer, b.store, b.ids + i, count, &next, &error),
+                      "%s", error.text);
+        ck_assert_int_eq(next, (int32_t)best);
+    }
+    close_setup(&a);
+    close_setup(&b);
 }
 END_TEST
 
@@ -578,7 +615,7 @@ START_TEST(test_shared_step_fails)
 }
 END_TEST
 
-int main(void)
+static Suite *suite_on_cpu(void)
 {
     Suite *suite = suite_create("transformer");
     TCase *tests = tcase_create("transformer");
@@ -590,12 +627,109 @@ int main(void)
     tcase_add_loop_test(tests, test_int4_logits, 0, 2);
     tcase_add_loop_test(tests, test_blocks, 0, 2);
     tcase_add_loop_test(tests, test_threads, 0, 4);
+    tcase_add_loop_test(tests, test_next, 0, 2);
     tcase_add_loop_test(tests, test_rounded_logits, 0, 2);
     tcase_add_loop_test(tests, test_interrupt, 0, 2);
     tcase_add_loop_test(tests, test_bad_tokens, 0, 2);
     tcase_add_loop_test(tests, test_shared_step, 0, 2);
     tcase_add_loop_test(tests, test_shared_step_fails, 0, 2);
     suite_add_tcase(suite, tests);
+    return suite;
+}
+
+#ifdef HAVE_CUDA_HOST
+/* On a device weights and activations are in bf16 unless told not to, which moves each by up to
+ * 1/256: that must show, but little. */
+START_TEST(test_bf16_logits)
+{
+    const struct transformer_options exact = {.threads = 2, .exact = true},
+                                     rounded = {.threads = 2};
+    struct setup a, b;
+
+    open_setup(&a, models[_i], NULL, "raw", PKV_F32, &exact);
+    open_setup(&b, models[_i], NULL, "raw", PKV_F32, &rounded);
+    for (size_t i = 0; i < IDS; i += i == 0 ? PROMPT : 10) {
+        const size_t count = i == 0 ? PROMPT : 10;
+        double squares = 0, moved = 0;
+
+        feed(&a, a.ids + i, count);
+        feed(&b, b.ids + i, count);
+        for (size_t j = 0; j < a.model->vocabulary; j++) {
+            squares += (double)a.logits[j] * a.logits[j];
+            moved += pow((double)a.logits[j] - b.logits[j], 2);
+        }
+        ck_assert_double_gt(moved, 0);
+        ck_assert_double_le(sqrt(moved / squares), 0.05);
+    }
+    close_setup(&a);
+    close_setup(&b);
+}
+END_TEST
+
+/* Of stores that are all on one device: as test_shared_step. */
+START_TEST(test_shared_step_on_device)
+{
+    const struct transformer_options options = {.threads = 2};
+    struct setup s;
+    struct error error;
+    struct kv_spec spec;
+    struct kv_store *stores[2];
+
+    open_setup(&s, models[_i], NULL, "puzzle", PKV_BF16, &options);
+    const struct kv_store_options store = {.model = s.model,
+                                           .dtype = PKV_BF16,
+                                           .max_tokens = 2 * IDS,
+                                           .threads = 2,
+                                           .device = s.device};
+    uint64_t digest[2];
+
+    stores[0] = s.store;
+    ck_assert_msg(
+        kv_spec_parse("puzzle", &spec, &error) && kv_spec_resolve(&spec, s.model, &error) &&
+            kv_store_open(&spec, &store, &stores[1], &error) &&
+            transformer_step_shared(s.transformer, stores, 2, s.ids, PROMPT, s.logits, &error),
+        "%s", error.text);
+    for (size_t i = 0; i < 2; i++)
+        ck_assert_int_eq(pkv_seq_digest(pages_sequence(stores[i]), &digest[i]), PKV_OK);
+    ck_assert_uint_eq(digest[0], digest[1]);
+    kv_store_close(stores[1]);
+    close_setup(&s);
+}
+END_TEST
+
+static Suite *suite_on_device(void)
+{
+    Suite *suite = suite_create("transformer on a device");
+    TCase *tests = tcase_create("device");
+
+    tcase_add_loop_test(tests, test_raw_logits, 0, 2);
+    tcase_add_loop_test(tests, test_variant_logits, 0, (int)VARIANTS);
+    tcase_add_test(tests, test_gguf_logits);
+    tcase_add_loop_test(tests, test_puzzle_logits, 0, 2);
+    tcase_add_loop_test(tests, test_int4_logits, 0, 2);
+    tcase_add_loop_test(tests, test_next, 0, 2);
+    tcase_add_loop_test(tests, test_bf16_logits, 0, 2);
+    tcase_add_loop_test(tests, test_interrupt, 0, 2);
+    tcase_add_loop_test(tests, test_bad_tokens, 0, 2);
+    tcase_add_loop_test(tests, test_shared_step_on_device, 0, 2);
+    suite_add_tcase(suite, tests);
+    return suite;
+}
+#endif
+
+int main(void)
+{
+    int status;
+
     machine_start_blas("check_transformer");
-    return tests_run(suite);
+    status = tests_run(suite_on_cpu());
+#ifdef HAVE_CUDA_HOST
+    char folder[4096];
+
+    snprintf(folder, sizeof folder, "%s/tests/cuda_host/modules", getenv("PUZZLEKV_BUILD"));
+    setenv("PUZZLEKV_MODULES", folder, 1);
+    on_device = true;
+    status |= tests_run(suite_on_device());
+#endif
+    return status;
 }

@@ -20,6 +20,18 @@ esac
 exported=$($NM -D --defined-only puzzlekv-cuda.so | awk '$2 != "A" { print $3 }')
 [ "$exported" = puzzlekv_module ] || fail "the module exports" "$exported"
 
+# What runs models needs cuBLAS too.
+if [ -e puzzlekv-runner-cuda.so ]; then
+    libraries=$(readelf -d puzzlekv-runner-cuda.so | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' |
+        grep -E 'cuda|cublas|cusolver' | tr '\n' ' ')
+    case $libraries in
+    libcublas.so.*' ') ;;
+    *) fail "the runner's module needs of CUDA:" "$libraries" ;;
+    esac
+    exported=$($NM -D --defined-only puzzlekv-runner-cuda.so | awk '$2 != "A" { print $3 }')
+    [ "$exported" = puzzlekv_runner_module ] || fail "the runner's module exports" "$exported"
+fi
+
 operations=$(grep -oE '^[[:space:]]*(add|sub|mul|div|sqrt|rcp|fma|mad)[.][a-z0-9.]*f(32|64)' \
     factorize.ptx | tr -d ' \t' | sort | uniq -c)
 echo "$operations"

@@ -225,12 +225,7 @@ static bool read_arguments(int argc, char **argv, struct run_arguments *a, struc
         a->predict = a->interactive ? SIZE_MAX : 256;
     if (!kv_spec_parse(a->kv, &a->spec, error))
         return false;
-    if (a->session != NULL && !pages_keep_sessions(&a->spec))
-        return error_set(error,
-                         "--session, --kv %.80s: only raw, puzzle and puzzle-int4, and these with "
-                         "rope=post, can be kept in a session",
-                         a->kv);
-    return true;
+    return a->session == NULL || pages_require(&a->spec, "--session", a->kv, error);
 }
 
 /* ---- A run ----------------------------------------------------------------------------------- */

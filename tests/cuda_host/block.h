@@ -8,6 +8,12 @@
 /* All blocks of a grid, in an order that `seed` shuffles, as their threads are. */
 void cuda_host_run(const struct cuda_host_launch &launch, uint64_t seed);
 
+/* Another operation of a stream, which runs in its turn, outside of fibers. */
+void cuda_host_queue(cudaStream_t stream, std::function<void()> run);
+
+/* Where such an operation finds device memory; ends the process if that is none. */
+void *cuda_host_view(const void *pointer, size_t bytes);
+
 /* Ends the process. */
 [[noreturn]] void cuda_host_stop(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

@@ -24,7 +24,9 @@
 #include <tuple>
 #include <type_traits>
 
+#ifndef BACKEND_NAME
 #define BACKEND_NAME "cuda-host"
+#endif
 
 /* Few, so that blocks do go on. */
 #define MAX_BLOCKS ((size_t)24)

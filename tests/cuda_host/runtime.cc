@@ -411,6 +411,22 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
     return cudaSuccess;
 }
 
+void cuda_host_queue(cudaStream_t stream, std::function<void()> run)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    enqueue(stream, run, false);
+}
+
+void *cuda_host_view(const void *pointer, size_t bytes)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (!on_device(pointer, bytes))
+        cuda_host_stop("%zu bytes at %p are not on the device", bytes, pointer);
+    return own_view(pointer);
+}
+
 /* ---- Launches ---- */
 
 cudaError_t cuda_host_allow_shared(const void *kernel, size_t bytes)

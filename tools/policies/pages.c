@@ -8,6 +8,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "../runner/cuda_device.h"
+
 /* No model has more pages than this in its context; it keeps sums of pages far from overflow. */
 #define MAX_PAGES 1000000
 
@@ -162,13 +164,14 @@ static bool begin(struct kv_store *store, size_t count, struct error *error)
 static bool layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
 {
     struct pages *pages = from_store(store);
-    const pkv_step_io step = {.struct_size = sizeof step,
-                              .q = {io->q, PKV_F32, 0, 0},
-                              .k = {io->k, PKV_F32, 0, 0},
-                              .v = {io->v, PKV_F32, 0, 0},
-                              .out = {io->out, PKV_F32, 0, 0}};
+    const pkv_step_io on_host = {.struct_size = sizeof on_host,
+                                 .q = {io->q, PKV_F32, 0, 0},
+                                 .k = {io->k, PKV_F32, 0, 0},
+                                 .v = {io->v, PKV_F32, 0, 0},
+                                 .out = {io->out, PKV_F32, 0, 0}};
+    const pkv_step_io *step = io->on_device != NULL ? io->on_device : &on_host;
 
-    return pages_check(pages->cache, pkv_step_layer(pages->step, io->layer, &step), error);
+    return pages_check(pages->cache, pkv_step_layer(pages->step, io->layer, step), error);
 }
 
 static bool end(struct kv_store *store, struct error *error)
@@ -251,6 +254,7 @@ bool pages_open_cache(const struct kv_spec *spec, const struct kv_store_options 
     config.max_tokens = options->max_tokens;
     config.max_step_tokens = options->max_step_tokens;
     config.threads = options->threads;
+    device_configure(options->device, &config);
     status = pkv_cache_open(&config, cache, message);
     if (status != PKV_OK)
         return error_set(error, "the cache: %s%s", message,
@@ -278,11 +282,21 @@ static bool open_pages(const struct kv_spec *spec, const struct kv_store_options
     return true;
 }
 
-bool pages_keep_sessions(const struct kv_spec *spec)
+bool pages_serve(const struct kv_spec *spec)
 {
     return spec->policy == &policy_raw ||
            ((spec->policy == &policy_puzzle || spec->policy == &policy_puzzle_int4) &&
             kv_spec_count(spec, ROPE) == 0);
+}
+
+bool pages_require(const struct kv_spec *spec, const char *option, const char *text,
+                   struct error *error)
+{
+    return pages_serve(spec) ||
+           error_set(error,
+                     "%s, --kv %.80s: only raw, puzzle and puzzle-int4, and these with rope=post, "
+                     "go with it",
+                     option, text);
 }
 
 bool pages_save(struct kv_store *store, const pkv_session *session, const char *path,

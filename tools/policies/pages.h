@@ -29,8 +29,11 @@ bool pages_stats(pkv_cache *cache, struct kv_stats *stats, struct error *error);
 pkv_cache *pages_cache(struct kv_store *store);
 pkv_seq *pages_sequence(struct kv_store *store);
 
-/* Whether a store for the spec, which need not be resolved, is one of these. */
-bool pages_keep_sessions(const struct kv_spec *spec);
+/* Whether a store for the spec, which need not be resolved, is one of these, which alone can be on
+ * a device and in sessions; and an error of `option`, which asks for that, if not. */
+bool pages_serve(const struct kv_spec *spec);
+bool pages_require(const struct kv_spec *spec, const char *option, const char *text,
+                   struct error *error);
 
 /* Between a store of these policies and a session's file. To be loaded, it has to be empty, and
  * stays so on failure. */

@@ -31,6 +31,7 @@
 #include "../runner/model.h"
 
 struct kv_store;
+struct device;
 
 /* ---- What a policy declares ------------------------------------------------------------------ */
 
@@ -58,6 +59,9 @@ struct kv_store_options {
     size_t max_tokens;
     size_t max_step_tokens; /* 0: max_tokens */
     unsigned threads;       /* >= 1 */
+    /* NULL: the CPU. Else the device that it is on, which outlives the store: for specs that
+     * pages_serve(). */
+    const struct device *device;
 };
 
 /* A question that `bytes` answers: what a sequence of `tokens` tokens takes whose first step had
@@ -124,6 +128,8 @@ struct kv_layer {
     const float *k;       /* [count, kv_heads, head_dim], after RoPE */
     const float *v;       /* [count, kv_heads, head_dim] */
     float *out;           /* [count, query_heads, head_dim]; NULL: store without attending */
+    /* NULL, or for a store on a device instead of all these: its operands there. */
+    const pkv_step_io *on_device;
 };
 
 struct kv_stats {

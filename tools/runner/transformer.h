@@ -9,12 +9,17 @@
 
 #include "../error.h"
 #include "../policies/policy.h"
+#include "cuda_device.h"
 #include "model.h"
 
 struct transformer_options {
     unsigned threads; /* >= 1 */
-    const char *isa;  /* of the matrix products: what machine_isa() says */
-    bool exact;       /* activations stay f32, see products_multiply() */
+    const char *isa;  /* of the CPU's matrix products: what machine_isa() says */
+    /* Activations stay f32, see products_multiply(); on a device weights too, which without it are
+     * rounded to bf16, as activations are between layers' parts. */
+    bool exact;
+    /* NULL: the CPU. Else the stores are on it as well; it outlives the transformer. */
+    struct device *device;
     /* NULL, or called after each layer of a step with the number of layers done; when it returns
      * false the step is aborted and transformer_step fails with the text "interrupted". */
     bool (*layer_done)(void *opaque, size_t done, size_t layers);
@@ -38,6 +43,11 @@ void transformer_close(struct transformer *transformer);
  */
 bool transformer_step(struct transformer *transformer, struct kv_store *store,
                       const int32_t *tokens, size_t count, float *logits, struct error *error);
+
+/* The same, and the token with the largest logit, the lowest id on ties; fails if a logit is NaN,
+ * when the tokens are in the store all the same. */
+bool transformer_next(struct transformer *transformer, struct kv_store *store,
+                      const int32_t *tokens, size_t count, int32_t *next, struct error *error);
 
 /*
  * The same for several stores (>= 1) with one forward pass: stores[0] attends, the others take its
