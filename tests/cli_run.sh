@@ -79,6 +79,7 @@ refuse 2 'is not a number' model.gguf -p x --min-p 1
 refuse 2 'is not a number' model.gguf -p x --repeat-penalty 0
 refuse 2 'is not one of bf16, f16, f32' model.gguf -p x --dtype f64
 refuse 2 'is not one of auto, cpu, cuda' model.gguf -p x --backend gpu
+refuse 2 '--backend cuda, --kv h2o: only raw, puzzle' model.gguf -p x --backend cuda --kv h2o
 refuse 2 '--chat, --raw-prompt' model.gguf -p x --chat --raw-prompt
 refuse 2 '--system: a raw prompt' model.gguf -p x --raw-prompt --system y
 refuse 2 '--stop: the text is empty' model.gguf -p x --stop ''
@@ -93,7 +94,8 @@ refuse 2 'ratio stands for rk and rv' model.gguf -p x --kv puzzle:ratio=0.5,rk=4
 : > "$work/empty"
 printf 'abc\n\303(' > "$work/latin"
 mkfifo "$work/fifo"
-refuse 1 'this build has no CUDA backend; it has: cpu' model.gguf -p x --backend cuda
+PUZZLEKV_MODULES="$work" refuse 1 "--backend cuda: $work/puzzlekv-runner-cuda.so: cannot open" \
+    model.gguf -p x --backend cuda
 refuse 1 'No such file' "$work/none.gguf" -p x
 refuse 1 'none.txt: No such file' model.gguf -f "$work/none.txt"
 refuse 1 'empty: the prompt is empty' model.gguf -f "$work/empty"

@@ -12,6 +12,7 @@
 #include "bench_peers.h"
 #include "error.h"
 #include "kv_spec.h"
+#include "runner/cuda_device.h"
 #include "runner/model.h"
 
 #define BENCH_PROGRAM "puzzlekv-bench"
@@ -50,6 +51,8 @@ struct bench_arguments {
     size_t solver_count;
     pkv_dtype dtype;
     unsigned threads;
+    enum device_choice backend;
+    struct device *device; /* what it chose; NULL: the CPU */
     bool json, csv;
 };
 
@@ -64,6 +67,14 @@ bool bench_model(const struct bench_arguments *arguments, struct error *error);
 /* Fails unless the caches that these configurations would open fit into free memory together with
  * `more` bytes. */
 bool bench_check_memory(const pkv_config *configs, size_t count, size_t more, struct error *error);
+
+/* A copy of `bytes` bytes, or unfilled memory with `data` NULL, where the steps take their operands
+ * from: on the device, or in the host's memory. */
+bool bench_operand(const struct bench_arguments *arguments, const void *data, size_t bytes,
+                   void **operand, struct error *error);
+
+/* Accepts NULL. */
+void bench_operand_free(const struct bench_arguments *arguments, void *operand);
 
 /* ---- Samples --------------------------------------------------------------------------------- */
 

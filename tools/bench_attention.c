@@ -47,10 +47,13 @@ struct contestant {
     double *seconds;      /* [repeats], of one step */
 };
 
-/* What the steps take and give; all layers the same. */
+/* Copied to measure a device's memory. */
+#define COPY_BYTES ((size_t)256 << 20)
+
+/* What the steps take and give, from bench_operand(); all layers the same. */
 struct operands {
-    float *q, *out; /* [batch, query_heads, head_dim] */
-    float *k, *v;   /* [FILL_TOKENS, kv_heads, head_dim] */
+    void *q, *out; /* [batch, query_heads, head_dim] */
+    void *k, *v;   /* [FILL_TOKENS, kv_heads, head_dim] */
 };
 
 static bool cache_failed(const struct contestant *c, struct error *error)
@@ -133,6 +136,22 @@ static bool decode(const struct bench_arguments *arguments, struct contestant *c
     return true;
 }
 
+/* GB/s: of reading the host's memory, or of copying on the device. `memory` is NULL there. */
+static bool measure_memory(const struct bench_arguments *arguments, struct read_bandwidth *memory,
+                           double *bandwidth, struct error *error)
+{
+    struct device *device = arguments->device;
+
+    if (device == NULL) {
+        *bandwidth = read_bandwidth_measure(memory);
+        return true;
+    }
+    if (!device->operations->copy_speed(device, COPY_BYTES, bandwidth, error))
+        return false;
+    *bandwidth *= 1e-9;
+    return true;
+}
+
 static bool measure(const struct bench_arguments *arguments, struct contestant *contestants,
                     const struct operands *o, struct read_bandwidth *memory, double *bandwidth,
                     struct error *error)
@@ -148,10 +167,12 @@ static bool measure(const struct bench_arguments *arguments, struct contestant *
             return false;
         c->steps = (size_t)fmin(1e6, ceil(SAMPLE_SECONDS / seconds));
     }
-    read_bandwidth_measure(memory);
+    if (!measure_memory(arguments, memory, bandwidth, error))
+        return false;
     for (size_t round = 0; round < arguments->repeats; round++) {
         progress_show("round %zu of %zu", round + 1, arguments->repeats);
-        bandwidth[round] = read_bandwidth_measure(memory);
+        if (!measure_memory(arguments, memory, &bandwidth[round], error))
+            return false;
         for (size_t i = 0; i < arguments->kv_count; i++) {
             struct contestant *c = &contestants[i];
 
@@ -207,36 +228,58 @@ static bool configure(const struct bench_arguments *arguments, const struct benc
     pages_configure(&kv->spec, &arguments->model, config);
     config->dtype = arguments->dtype;
     config->threads = arguments->threads;
+    device_configure(arguments->device, config);
     config->max_tokens = tokens;
     config->max_sequences = arguments->batch;
     config->max_step_tokens = most < tokens ? most : tokens;
     return true;
 }
 
-static float *floats(size_t count)
+static bool open_operands(const struct bench_arguments *arguments, struct operands *o,
+                          struct error *error)
 {
-    return malloc(count * sizeof(float));
+    const struct model *model = &arguments->model;
+    const size_t query = arguments->batch * model->query_heads * model->head_dim;
+    const size_t filling = FILL_TOKENS * model->kv_heads * model->head_dim;
+    float *q = malloc(query * sizeof *q);
+    float *k = malloc(filling * sizeof *k);
+    float *v = malloc(filling * sizeof *v);
+    uint64_t seed = 42;
+    bool done = false;
+
+    if (q == NULL || k == NULL || v == NULL) {
+        error_set(error, "out of memory");
+        goto out;
+    }
+    random_normals(&seed, q, query);
+    done = random_pages(seed, FILL_TOKENS / RANDOM_PAGE_TOKENS, model->kv_heads, model->head_dim,
+                        arguments->threads, k, v, error) &&
+           bench_operand(arguments, q, query * sizeof *q, &o->q, error) &&
+           bench_operand(arguments, NULL, query * sizeof *q, &o->out, error) &&
+           bench_operand(arguments, k, filling * sizeof *k, &o->k, error) &&
+           bench_operand(arguments, v, filling * sizeof *v, &o->v, error);
+out:
+    free(q);
+    free(k);
+    free(v);
+    return done;
 }
 
 bool bench_attention(const struct bench_arguments *arguments, struct error *error)
 {
-    const struct model *model = &arguments->model;
     size_t count = arguments->kv_count, repeats = arguments->repeats;
-    size_t query = arguments->batch * model->query_heads * model->head_dim;
-    size_t filling = FILL_TOKENS * model->kv_heads * model->head_dim;
     struct contestant *contestants = calloc(count, sizeof *contestants);
     struct bench_row *rows = calloc(count, sizeof *rows);
     const struct bench_results results = {"kv", columns, COLUMNS, rows, count};
     pkv_config *configs = calloc(count, sizeof *configs);
     double *bandwidth = calloc(repeats, sizeof *bandwidth);
     double *scratch = calloc(repeats, sizeof *scratch);
-    struct operands o = {floats(query), floats(query), floats(filling), floats(filling)};
+    struct operands o = {NULL};
     struct read_bandwidth *memory = NULL;
-    uint64_t seed = 42;
     bool done = false;
 
     if (contestants == NULL || rows == NULL || configs == NULL || bandwidth == NULL ||
-        scratch == NULL || o.q == NULL || o.out == NULL || o.k == NULL || o.v == NULL) {
+        scratch == NULL) {
         error_set(error, "out of memory");
         goto out;
     }
@@ -244,11 +287,10 @@ bool bench_attention(const struct bench_arguments *arguments, struct error *erro
         if (!configure(arguments, &arguments->kv[i], &configs[i], error))
             goto out;
     }
-    if (!bench_check_memory(configs, count, READ_BANDWIDTH_BYTES, error))
+    if (arguments->device == NULL &&
+        !bench_check_memory(configs, count, READ_BANDWIDTH_BYTES, error))
         goto out;
-    random_normals(&seed, o.q, query);
-    if (!random_pages(seed, FILL_TOKENS / RANDOM_PAGE_TOKENS, model->kv_heads, model->head_dim,
-                      arguments->threads, o.k, o.v, error))
+    if (!open_operands(arguments, &o, error))
         goto out;
     for (size_t i = 0; i < count; i++) {
         struct contestant *c = &contestants[i];
@@ -264,7 +306,7 @@ bool bench_attention(const struct bench_arguments *arguments, struct error *erro
         if (!fill(arguments, c, &o, error))
             goto out;
     }
-    if (!read_bandwidth_open(arguments->threads, &memory, error) ||
+    if ((arguments->device == NULL && !read_bandwidth_open(arguments->threads, &memory, error)) ||
         !measure(arguments, contestants, &o, memory, bandwidth, error) ||
         !evaluate(arguments, contestants, bandwidth, scratch, rows, error))
         goto out;
@@ -288,9 +330,9 @@ out:
     free(configs);
     free(bandwidth);
     free(scratch);
-    free(o.q);
-    free(o.out);
-    free(o.k);
-    free(o.v);
+    bench_operand_free(arguments, o.q);
+    bench_operand_free(arguments, o.out);
+    bench_operand_free(arguments, o.k);
+    bench_operand_free(arguments, o.v);
     return done;
 }

@@ -35,6 +35,7 @@ struct material {
     float *k, *v; /* [STEP_PAGES * length, heads, dim] */
     size_t pages; /* of tokens */
     size_t layers;
+    void *step_k, *step_v; /* the same for steps of the library */
 };
 
 /* K or V of one head of one page of tokens. */
@@ -102,7 +103,8 @@ static bool cache_open(const struct bench_arguments *arguments, const struct mat
     config.max_tokens = pages * m->length;
     config.max_step_tokens = (pages < STEP_PAGES ? pages : STEP_PAGES) * m->length;
     config.threads = arguments->threads;
-    if (!bench_check_memory(&config, 1, 0, error))
+    device_configure(arguments->device, &config);
+    if (arguments->device == NULL && !bench_check_memory(&config, 1, 0, error))
         return false;
     if (pkv_cache_open(&config, cache, message) != PKV_OK)
         return error_set(error, "--solver %s: %s", solver->name, message);
@@ -112,7 +114,7 @@ static bool cache_open(const struct bench_arguments *arguments, const struct mat
 static bool store_layers(const struct material *m, pkv_step *step, size_t layers)
 {
     const pkv_step_io io = {
-        .struct_size = sizeof io, .k = {m->k, PKV_F32, 0, 0}, .v = {m->v, PKV_F32, 0, 0}};
+        .struct_size = sizeof io, .k = {m->step_k, PKV_F32, 0, 0}, .v = {m->step_v, PKV_F32, 0, 0}};
 
     for (size_t layer = 0; layer < layers; layer++)
         if (pkv_step_layer(step, layer, &io) != PKV_OK)
@@ -387,7 +389,9 @@ static bool open_material(const struct bench_arguments *arguments, struct materi
     m->v = calloc(count, sizeof *m->v);
     if (m->k == NULL || m->v == NULL)
         return error_set(error, "out of memory");
-    return random_pages(42, STEP_PAGES, m->heads, m->dim, arguments->threads, m->k, m->v, error);
+    return random_pages(42, STEP_PAGES, m->heads, m->dim, arguments->threads, m->k, m->v, error) &&
+           bench_operand(arguments, m->k, count * sizeof *m->k, &m->step_k, error) &&
+           bench_operand(arguments, m->v, count * sizeof *m->v, &m->step_v, error);
 }
 
 bool bench_factorize(const struct bench_arguments *arguments, struct error *error)
@@ -423,6 +427,8 @@ out:
         contestant_close(&contestants[i]);
     free(contestants);
     free(rows);
+    bench_operand_free(arguments, m.step_k);
+    bench_operand_free(arguments, m.step_v);
     free(m.k);
     free(m.v);
     return done;

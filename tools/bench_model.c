@@ -46,8 +46,6 @@ struct race {
     const struct bench_arguments *arguments;
     struct transformer *transformer;
     int32_t *prompt; /* [prompt_tokens] */
-    float *logits;   /* [vocabulary] */
-    size_t vocabulary;
     size_t count;
     struct contestant *contestants; /* [count] */
 };
@@ -65,15 +63,9 @@ static bool feed(struct race *race, struct contestant *c, const int32_t *tokens,
                  double *seconds, struct error *error)
 {
     double start = machine_seconds();
-    size_t best = 0;
 
-    if (!transformer_step(race->transformer, c->store, tokens, count, race->logits, error))
+    if (!transformer_next(race->transformer, c->store, tokens, count, &c->next, error))
         return false;
-    for (size_t i = 1; i < race->vocabulary; i++) {
-        if (race->logits[i] > race->logits[best])
-            best = i;
-    }
-    c->next = (int32_t)best;
     *seconds += machine_seconds() - start;
     return true;
 }
@@ -181,7 +173,8 @@ static bool open_contestant(const struct race *race, const struct model *model,
                                              .dtype = a->dtype,
                                              .max_tokens = a->prompt_tokens + a->predict,
                                              .max_step_tokens = a->prompt_tokens,
-                                             .threads = a->threads};
+                                             .threads = a->threads,
+                                             .device = a->device};
 
     c->spec = kv->spec;
     c->ttft = calloc(a->repeats, sizeof *c->ttft);
@@ -216,16 +209,15 @@ static bool run(struct race *race, const struct model *model, struct bench_row *
                 struct error *error)
 {
     const struct bench_arguments *a = race->arguments;
-    struct transformer_options options = {.threads = a->threads, .layer_done = go_on};
+    struct transformer_options options = {
+        .threads = a->threads, .device = a->device, .layer_done = go_on};
     uint64_t seed = 42;
 
     if (a->prompt_tokens + a->predict > model->context_length)
         return error_set(error, "--prompt-tokens %zu, --predict %zu: the model's context is %zu",
                          a->prompt_tokens, a->predict, model->context_length);
-    race->vocabulary = model->vocabulary;
-    race->logits = calloc(model->vocabulary, sizeof *race->logits);
     race->prompt = calloc(a->prompt_tokens, sizeof *race->prompt);
-    if (race->logits == NULL || race->prompt == NULL)
+    if (race->prompt == NULL)
         return error_set(error, "out of memory");
     for (size_t i = 0; i < a->prompt_tokens; i++)
         race->prompt[i] = (int32_t)(random_bits(&seed) % model->vocabulary);
@@ -260,8 +252,9 @@ bool bench_model(const struct bench_arguments *arguments, struct error *error)
     if (arguments->file != NULL) {
         if (!model_open(arguments->file, &model, error))
             goto out;
-    } else if (!check_memory(arguments, error) ||
-               !random_model_open(&arguments->model, arguments->threads, &random, error)) {
+    } else if ((arguments->device == NULL && !check_memory(arguments, error)) ||
+               !random_model_open(&arguments->model, arguments->threads, arguments->device == NULL,
+                                  &random, error)) {
         goto out;
     }
     if (!run(&race, model != NULL ? model : &random, rows, error))
@@ -281,7 +274,6 @@ out:
         close_contestant(&race.contestants[i]);
     transformer_close(race.transformer);
     free(race.contestants);
-    free(race.logits);
     free(race.prompt);
     free(rows);
     random_model_close(&random);

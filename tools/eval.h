@@ -17,6 +17,7 @@
 #include "runner/model.h"
 #include "runner/token_list.h"
 #include "runner/tokenizer.h"
+#include "runner/cuda_device.h"
 #include "runner/transformer.h"
 #include "task_rows.h"
 #include "task_score.h"
@@ -48,6 +49,8 @@ struct eval_arguments {
     bool chat;                                               /* --chat */
     pkv_dtype dtype;
     unsigned threads;
+    enum device_choice backend;
+    struct device *device;   /* what it chose; NULL: the CPU */
     const char *rows_file;   /* the second operand of tasks */
     enum task_metric metric; /* --metric */
     size_t max_new;          /* --max-new */

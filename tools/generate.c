@@ -21,6 +21,7 @@ bool generator_open(struct generator *generator, const struct generator_options 
 {
     struct transformer_options transformer = {.threads = options->cache.threads,
                                               .exact = options->exact,
+                                              .device = options->device,
                                               .layer_done = layer_done,
                                               .opaque = &generator->generation};
 
@@ -55,15 +56,26 @@ void generator_close(struct generator *generator)
     *generator = (struct generator){0};
 }
 
+/* Where the likeliest token is wanted, a device need not give all logits away. */
+static bool is_greedy(const struct sampler_options *sampling)
+{
+    return sampling->temperature == 0 && sampling->repeat_penalty == 1;
+}
+
 /* Feeds what is not in the cache and chooses one token. */
 static bool choose_next(struct generator *generator, int32_t *token, struct error *error)
 {
     struct generation *generation = &generator->generation;
     struct token_list *tokens = &generator->tokens;
-    size_t fed = kv_store_tokens(generator->store);
+    const bool greedy = is_greedy(&generator->options.sampling);
+    const size_t fed = kv_store_tokens(generator->store);
+    const int32_t *ids = tokens->ids + fed;
+    const size_t count = tokens->count - fed;
 
-    if (!transformer_step(generator->transformer, generator->store, tokens->ids + fed,
-                          tokens->count - fed, generator->logits, error)) {
+    if (greedy
+            ? !transformer_next(generator->transformer, generator->store, ids, count, token, error)
+            : !transformer_step(generator->transformer, generator->store, ids, count,
+                                generator->logits, error)) {
         generation->finish = FINISH_INTERRUPTED;
         return interrupt_seen();
     }
@@ -71,8 +83,8 @@ static bool choose_next(struct generator *generator, int32_t *token, struct erro
         generation->prefilled = machine_seconds();
         progress_clear();
     }
-    if (!sampler_choose(generator->sampler, generator->logits, tokens->ids, tokens->count, token,
-                        error) ||
+    if ((!greedy && !sampler_choose(generator->sampler, generator->logits, tokens->ids,
+                                    tokens->count, token, error)) ||
         !token_list_append(tokens, *token, error))
         return false;
     generation->generated_tokens++;

@@ -40,7 +40,8 @@ struct generator_options {
     struct kv_spec spec; /* resolved for the model */
     struct kv_store_options cache;
     struct sampler_options sampling;
-    bool exact;           /* see products_multiply() */
+    struct device *device; /* see struct transformer_options, as `exact` */
+    bool exact;
     bool continues;       /* an answer goes on from the text before it */
     struct answer answer; /* empty */
 };

@@ -9,7 +9,7 @@
 
 #include "command.h"
 #include "options.h"
-#include "policies/policy.h"
+#include "policies/pages.h"
 #include "shapes.h"
 
 /* ---- Commands and their options -------------------------------------------------------------- */
@@ -24,6 +24,7 @@ enum {
     OPTION_PREDICT,
     OPTION_REPEATS,
     OPTION_KV,
+    OPTION_BACKEND,
     OPTION_DTYPE,
     OPTION_JSON,
     OPTION_CSV
@@ -35,6 +36,9 @@ enum {
                     "policy of the cache, repeatable (raw and puzzle);\nsee below"}
 #define ROW_DTYPE  {OPTION_DTYPE, "dtype", "TYPE", \
                     "storage type of the cache: bf16, f16 or f32 (bf16)"}
+#define ROW_BACKEND {OPTION_BACKEND, "backend", "NAME", \
+                     "where it is measured: auto, cpu or cuda; auto is CUDA\n" \
+                     "if there is a device that can do it (auto)"}
 #define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
 #define ROW_REPEATS(standard) \
     {OPTION_REPEATS, "repeats", "N", "rounds in which all are measured (" standard ")"}
@@ -54,6 +58,7 @@ static const struct option_row attention_rows[] = {
     {OPTION_TOKENS, "tokens", "N", "tokens of each sequence"},
     {OPTION_BATCH, "batch", "N", "sequences that decode together (1)"},
     ROW_KVS,
+    ROW_BACKEND,
     ROW_DTYPE,
     ROW_THREADS,
     ROW_REPEATS("11"),
@@ -66,7 +71,8 @@ static const struct option_row factorize_rows[] = {
     {OPTION_PAGES, "pages", "N",
      "pages, K or V of one head each, rounded up to whole\npages of all heads"},
     {OPTION_SOLVER, "solver", "NAME",
-     "what makes the factors, repeatable (all):\n" BENCH_SOLVER_NAMES},
+     "what makes the factors, repeatable (all; on a device\nbatched): " BENCH_SOLVER_NAMES},
+    ROW_BACKEND,
     ROW_DTYPE,
     ROW_THREADS,
     ROW_REPEATS("11"),
@@ -79,6 +85,7 @@ static const struct option_row model_rows[] = {
     {OPTION_PROMPT_TOKENS, "prompt-tokens", "N", "tokens of the prompt, which are random"},
     {OPTION_PREDICT, "predict", "M", "tokens to generate"},
     ROW_KVS,
+    ROW_BACKEND,
     ROW_DTYPE,
     ROW_THREADS,
     ROW_REPEATS("5"),
@@ -88,13 +95,14 @@ static const struct option_row model_rows[] = {
 
 struct bench_command {
     size_t default_repeats;
+    enum device_choice default_backend;
     bool (*run)(const struct bench_arguments *arguments, struct error *error);
 };
 
-static const struct bench_command storage_command = {1, bench_storage};
-static const struct bench_command attention_command = {11, bench_attention};
-static const struct bench_command factorize_command = {11, bench_factorize};
-static const struct bench_command model_command = {5, bench_model};
+static const struct bench_command storage_command = {1, DEVICE_CPU, bench_storage};
+static const struct bench_command attention_command = {11, DEVICE_AUTO, bench_attention};
+static const struct bench_command factorize_command = {11, DEVICE_AUTO, bench_factorize};
+static const struct bench_command model_command = {5, DEVICE_AUTO, bench_model};
 
 static const struct command commands[] = {
     {"storage",
@@ -154,6 +162,7 @@ static bool begin(const struct command *command, size_t words, void *arguments, 
     *a = (struct bench_arguments){.threads = machine_threads(),
                                   .batch = 1,
                                   .repeats = own->default_repeats,
+                                  .backend = own->default_backend,
                                   .dtype = PKV_BF16};
     a->kv = calloc(words + 2, sizeof *a->kv);
     a->solvers = calloc(words + BENCH_SOLVER_COUNT, sizeof *a->solvers);
@@ -187,6 +196,8 @@ static bool set(void *arguments, int id, const char *value, struct error *error)
         return number_size("--repeats", value, 1, 100000, &a->repeats, error);
     case OPTION_KV:
         return add_kv(a, value, error);
+    case OPTION_BACKEND:
+        return device_parse(value, &a->backend, error);
     case OPTION_DTYPE:
         return option_dtype(value, &a->dtype, error);
     case OPTION_JSON:
@@ -218,9 +229,16 @@ static bool check(const struct command *command, void *arguments, struct error *
         return error_set(error, "--json, --csv: give one or the other");
     if (a->kv_count == 0 && (!add_kv(a, "raw", error) || !add_kv(a, "puzzle", error)))
         return false;
-    if (a->solver_count == 0)
-        for (size_t i = 0; i < BENCH_SOLVER_COUNT; i++)
-            a->solvers[a->solver_count++] = &bench_solvers[i];
+    if (a->solver_count == 0) {
+        a->solver_count = a->backend == DEVICE_CUDA ? 1 : BENCH_SOLVER_COUNT;
+        for (size_t i = 0; i < a->solver_count; i++)
+            a->solvers[i] = &bench_solvers[i];
+    }
+    for (size_t i = 0; a->backend == DEVICE_CUDA && i < a->solver_count; i++) {
+        if (a->solvers[i] != &bench_solvers[0])
+            return error_set(error, "--backend cuda, --solver %s: a device has %s alone",
+                             a->solvers[i]->name, bench_solvers[0].name);
+    }
     for (size_t i = 0; i < a->kv_count && a->shape != NULL; i++) {
         const struct policy *policy;
 
@@ -234,12 +252,26 @@ static bool check(const struct command *command, void *arguments, struct error *
                              "and raw",
                              a->kv[i].text);
     }
+    for (size_t i = 0; a->backend == DEVICE_CUDA && i < a->kv_count; i++) {
+        if (!pages_require(&a->kv[i].spec, "--backend cuda", a->kv[i].text, error))
+            return false;
+    }
     return true;
 }
 
 static bool run(const struct command *command, void *arguments, struct error *error)
 {
-    return ((const struct bench_command *)command->own)->run(arguments, error);
+    const struct bench_command *own = command->own;
+    struct bench_arguments *a = arguments;
+    bool able = true, done;
+
+    for (size_t i = 0; i < a->kv_count; i++)
+        able = able && pages_serve(&a->kv[i].spec);
+    for (size_t i = 0; own == &factorize_command && i < a->solver_count; i++)
+        able = able && a->solvers[i] == &bench_solvers[0];
+    done = device_open(a->backend, able, &a->device, error) && own->run(a, error);
+    device_close(a->device);
+    return done;
 }
 
 /* ---- Shared by the commands ------------------------------------------------------------------ */
@@ -278,6 +310,29 @@ bool bench_check_memory(const pkv_config *configs, size_t count, size_t more, st
     }
     return need <= free_memory || error_set(error, "memory: this takes %.1f GiB; %.1f GiB are free",
                                             (double)need * 0x1p-30, (double)free_memory * 0x1p-30);
+}
+
+bool bench_operand(const struct bench_arguments *arguments, const void *data, size_t bytes,
+                   void **operand, struct error *error)
+{
+    struct device *device = arguments->device;
+
+    if (device != NULL)
+        return device->operations->upload(device, data, bytes, operand, error);
+    *operand = malloc(bytes);
+    if (*operand == NULL)
+        return error_set(error, "out of memory");
+    if (data != NULL)
+        memcpy(*operand, data, bytes);
+    return true;
+}
+
+void bench_operand_free(const struct bench_arguments *arguments, void *operand)
+{
+    if (arguments->device != NULL)
+        arguments->device->operations->release(arguments->device, operand);
+    else
+        free(operand);
 }
 
 /* ---- Samples --------------------------------------------------------------------------------- */
@@ -454,7 +509,7 @@ bool bench_report(const struct bench_arguments *arguments, json_t *members,
     char cpu[256];
     const char *isa;
 
-    if (!machine_isa(&isa, error)) {
+    if (!device_isa(arguments->device, &isa, error)) {
         json_decref(members);
         return false;
     }

@@ -9,6 +9,7 @@
 #include "command.h"
 #include "options.h"
 #include "plot.h"
+#include "policies/pages.h"
 #include "runner/tokenizer.h"
 
 /* ---- Commands and their options ----------------------------------------------------------------
@@ -19,6 +20,7 @@ enum {
     OPTION_IDS,
     OPTION_TOKENS,
     OPTION_PREFILL,
+    OPTION_BACKEND,
     OPTION_DTYPE,
     OPTION_TASK,
     OPTION_LENGTH,
@@ -40,6 +42,9 @@ enum {
 #define ROW_KVS     {OPTION_KV, "kv", "SPEC", \
                      "policy of the cache, repeatable (raw and puzzle);\nsee below"}
 #define ROW_THREADS {'t', "threads", "N", "threads (one per core)"}
+#define ROW_BACKEND {OPTION_BACKEND, "backend", "NAME", \
+                     "where model and caches are: auto, cpu or cuda; auto is\n" \
+                     "CUDA if there is a device that can have them (auto)"}
 #define ROW_JSON    {OPTION_JSON, "json", NULL, "print one JSON document"}
 #define ROW_CSV     {OPTION_CSV, "csv", NULL, "print CSV instead of the table"}
 #define ROW_PLOT    {OPTION_PLOT, "plot", "FILE", "draw quality against ratio as SVG, with gnuplot"}
@@ -69,6 +74,7 @@ static const struct option_row logits_rows[] = {
     {OPTION_IDS, "tokens", "FILE", "token ids as a JSON array; - is standard input"},
     {OPTION_PREFILL, "prefill", "N", "tokens of the first step"},
     ROW_KV,
+    ROW_BACKEND,
     ROW_DTYPE_F32,
     {'o', "output", "FILE", "where the logits go, f32 little-endian"},
     ROW_THREADS,
@@ -82,6 +88,7 @@ static const struct option_row ppl_rows[] = {
     {OPTION_PREFILL, "prefill", "M", "tokens of the first step"},
     ROW_KVS,
     ROW_ABLATION,
+    ROW_BACKEND,
     ROW_DTYPE_BF16,
     ROW_THREADS,
     ROW_PLOT,
@@ -98,6 +105,7 @@ static const struct option_row tasks_rows[] = {
      "contains, or part, whether it has any (all)"},
     {OPTION_MAX_NEW, "max-new", "N", "tokens of an answer, at most (128)"},
     {OPTION_CHAT, "chat", NULL, "put the prompts into the model's chat format"},
+    ROW_BACKEND,
     ROW_DTYPE_BF16,
     ROW_THREADS,
     {'o', "output", "FILE", "write each row's predictions, as JSON Lines"},
@@ -140,17 +148,21 @@ static const struct option_row calibrate_rows[] = {
 struct eval_command {
     const char *default_kv[2];
     pkv_dtype default_dtype;
+    enum device_choice default_backend;
     bool (*run)(const struct eval_arguments *arguments, struct error *error);
 };
 
-static const struct eval_command info_command = {{"raw", "puzzle"}, PKV_BF16, eval_info};
-static const struct eval_command tokenize_command = {{NULL}, PKV_BF16, eval_tokenize};
-static const struct eval_command logits_command = {{NULL}, PKV_F32, eval_logits};
-static const struct eval_command ppl_command = {{"raw", "puzzle"}, PKV_BF16, eval_ppl};
-static const struct eval_command ranks_command = {{NULL}, PKV_F32, eval_ranks};
-static const struct eval_command tasks_command = {{"raw", "puzzle"}, PKV_BF16, eval_tasks};
-static const struct eval_command generate_tasks_command = {{NULL}, PKV_BF16, eval_generate_tasks};
-static const struct eval_command calibrate_command = {{NULL}, PKV_F32, eval_calibrate};
+static const struct eval_command info_command = {
+    {"raw", "puzzle"}, PKV_BF16, DEVICE_CPU, eval_info};
+static const struct eval_command tokenize_command = {{NULL}, PKV_BF16, DEVICE_CPU, eval_tokenize};
+static const struct eval_command logits_command = {{NULL}, PKV_F32, DEVICE_AUTO, eval_logits};
+static const struct eval_command ppl_command = {{"raw", "puzzle"}, PKV_BF16, DEVICE_AUTO, eval_ppl};
+static const struct eval_command ranks_command = {{NULL}, PKV_F32, DEVICE_CPU, eval_ranks};
+static const struct eval_command tasks_command = {
+    {"raw", "puzzle"}, PKV_BF16, DEVICE_AUTO, eval_tasks};
+static const struct eval_command generate_tasks_command = {
+    {NULL}, PKV_BF16, DEVICE_CPU, eval_generate_tasks};
+static const struct eval_command calibrate_command = {{NULL}, PKV_F32, DEVICE_CPU, eval_calibrate};
 
 static const struct command commands[] = {
     {"info",
@@ -241,6 +253,7 @@ static bool begin(const struct command *command, size_t words, void *arguments, 
 
     *a = (struct eval_arguments){.threads = machine_threads(),
                                  .dtype = own->default_dtype,
+                                 .backend = own->default_backend,
                                  .seed = 42,
                                  .sequences = 256,
                                  .max_new = 128};
@@ -270,6 +283,8 @@ static bool set(void *arguments, int id, const char *value, struct error *error)
         return number_size("--prefill", value, 1, INT32_MAX, &a->prefill, error);
     case OPTION_KV:
         return add_kv(a, value, error);
+    case OPTION_BACKEND:
+        return device_parse(value, &a->backend, error);
     case OPTION_DTYPE:
         return option_dtype(value, &a->dtype, error);
     case OPTION_TASK:
@@ -342,6 +357,10 @@ static bool check(const struct command *command, void *arguments, struct error *
         return error_set(error, "--csv, --json: give one or the other");
     if (a->tokens > 0 && a->prefill >= a->tokens)
         return error_set(error, "--prefill %zu: is not below --tokens %zu", a->prefill, a->tokens);
+    for (size_t i = 0; a->backend == DEVICE_CUDA && i < a->kv_count; i++) {
+        if (!pages_require(&a->kv[i].spec, "--backend cuda", a->kv[i].text, error))
+            return false;
+    }
     return true;
 }
 
@@ -368,13 +387,29 @@ static bool expand_ablation(struct eval_arguments *a, struct error *error)
     return true;
 }
 
+static bool open_device(struct eval_arguments *a, struct error *error)
+{
+    bool able = true;
+
+    for (size_t i = 0; i < a->kv_count; i++) {
+        able = able && pages_serve(&a->kv[i].spec);
+        /* Those of --ablation were not typed. */
+        if (a->backend == DEVICE_CUDA &&
+            !pages_require(&a->kv[i].spec, "--backend cuda", a->kv[i].text, error))
+            return false;
+    }
+    return device_open(a->backend, able, &a->device, error);
+}
+
 static bool run(const struct command *command, void *arguments, struct error *error)
 {
     const struct eval_command *own = command->own;
     struct eval_arguments *a = arguments;
+    bool done = (a->plot == NULL || plot_check(error)) && expand_ablation(a, error) &&
+                open_device(a, error) && own->run(a, error);
 
-    return (a->plot == NULL || plot_check(error)) && expand_ablation(a, error) &&
-           own->run(a, error);
+    device_close(a->device);
+    return done;
 }
 
 /* ---- Shared by the commands -------------------------------------------------------------------
@@ -432,8 +467,10 @@ out:
 bool eval_transformer_open(const struct eval_arguments *arguments, const struct model *model,
                            struct transformer **transformer, struct error *error)
 {
-    struct transformer_options options = {
-        .threads = arguments->threads, .exact = true, .layer_done = go_on};
+    struct transformer_options options = {.threads = arguments->threads,
+                                          .exact = true,
+                                          .device = arguments->device,
+                                          .layer_done = go_on};
 
     return machine_isa(&options.isa, error) &&
            transformer_open(model, &options, transformer, error);
@@ -447,7 +484,8 @@ bool eval_cache_open(const struct eval_arguments *arguments, const struct model 
                                              .dtype = arguments->dtype,
                                              .max_tokens = tokens,
                                              .max_step_tokens = step_tokens,
-                                             .threads = arguments->threads};
+                                             .threads = arguments->threads,
+                                             .device = arguments->device};
 
     *cache = (struct eval_cache){.spec = *spec};
     if (!kv_spec_resolve(&cache->spec, model, error))
@@ -469,7 +507,7 @@ bool eval_print_document(const struct eval_arguments *arguments, json_t *members
     char cpu[256];
     const char *isa;
 
-    if (!machine_isa(&isa, error)) {
+    if (!device_isa(arguments->device, &isa, error)) {
         json_decref(members);
         return false;
     }

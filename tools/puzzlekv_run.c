@@ -37,7 +37,9 @@ static const struct option_row rows[] = {
     {'i', "interactive", NULL, "chat on standard input; -p or -f is then the first\nmessage"},
     {'n', "predict", "N", "generate at most N tokens (256; with -i as many as\nthere is room for)"},
     {OPTION_KV, "kv", "SPEC", "what holds the KV cache (puzzle); see below"},
-    {OPTION_BACKEND, "backend", "NAME", "auto, cpu or cuda (auto)"},
+    {OPTION_BACKEND, "backend", "NAME",
+     "where model and cache are: auto, cpu or cuda; auto is\nCUDA if there is a device that can "
+     "have them (auto)"},
     {'t', "threads", "N", "threads (one per core)"},
     {OPTION_DTYPE, "dtype", "TYPE", "storage type of the cache: bf16, f16 or f32 (bf16)"},
     {OPTION_CTX, "ctx", "N",
@@ -92,10 +94,7 @@ static bool set_option(struct run_arguments *a, int id, const char *value, struc
         a->kv = value;
         return true;
     case OPTION_BACKEND:
-        a->cuda = strcmp(value, "cuda") == 0;
-        if (!a->cuda && strcmp(value, "cpu") != 0 && strcmp(value, "auto") != 0)
-            return error_set(error, "--backend: \"%.40s\" is not one of auto, cpu, cuda", value);
-        return true;
+        return device_parse(value, &a->backend, error);
     case 't':
         return option_threads(value, &a->threads, error);
     case OPTION_DTYPE:
@@ -225,6 +224,8 @@ static bool read_arguments(int argc, char **argv, struct run_arguments *a, struc
         a->predict = a->interactive ? SIZE_MAX : 256;
     if (!kv_spec_parse(a->kv, &a->spec, error))
         return false;
+    if (a->backend == DEVICE_CUDA && !pages_require(&a->spec, "--backend cuda", a->kv, error))
+        return false;
     return a->session == NULL || pages_require(&a->spec, "--session", a->kv, error);
 }
 
@@ -306,6 +307,7 @@ static bool open_generator(struct run *run, size_t prompt, struct error *error)
         .model = run->model,
         .tokenizer = run->tokenizer,
         .sampling = a->sampling,
+        .device = run->device,
         .exact = a->exact,
         .continues = run->raw,
         .answer = {.stops = a->stops, .stop_count = a->stop_count, .silent = a->json}};
@@ -315,6 +317,7 @@ static bool open_generator(struct run *run, size_t prompt, struct error *error)
     cache->model = run->model;
     cache->dtype = a->dtype;
     cache->threads = a->threads;
+    cache->device = run->device;
     if (!choose_context(run, prompt, &context, error) ||
         !kv_spec_resolve(&run->spec, run->model, error) ||
         (a->session != NULL && !run_session_open(run, error)))
@@ -351,9 +354,8 @@ static bool open_run(struct run *run, struct error *error)
 {
     const struct run_arguments *a = run->arguments;
 
-    if (a->cuda)
-        return error_set(error, "--backend cuda: this build has no CUDA backend; it has: cpu");
-    if (!read_prompt(run, error) || !model_open(a->model, &run->model, error) ||
+    if (!device_open(a->backend, pages_serve(&a->spec), &run->device, error) ||
+        !read_prompt(run, error) || !model_open(a->model, &run->model, error) ||
         !tokenizer_open(a->model, &run->tokenizer, error))
         return false;
     if (tokenizer_doubt(run->tokenizer) != NULL)
@@ -371,6 +373,7 @@ static void close_run(struct run *run)
     chat_close(run->chat);
     tokenizer_close(run->tokenizer);
     model_close(run->model);
+    device_close(run->device);
 }
 
 /* Answers the prompt. */

@@ -89,18 +89,20 @@ static char *place(const struct matrix *matrix, char *at, uint64_t seed, unsigne
                                       .columns = matrix->columns,
                                       .row_bytes = row_bytes(matrix->columns),
                                       .data = at};
+    if (at == NULL)
+        return NULL;
     fill(matrix->weight, seed, threads);
     return at + matrix->rows * matrix->weight->row_bytes;
 }
 
-bool random_model_open(const struct model *shape, unsigned threads, struct model *model,
-                       struct error *error)
+bool random_model_open(const struct model *shape, unsigned threads, bool weights,
+                       struct model *model, struct error *error)
 {
     size_t most = shape->hidden > shape->head_dim ? shape->hidden : shape->head_dim;
     struct matrix embedding = {&model->token_embedding, shape->vocabulary, shape->hidden};
     struct matrix output = {&model->output, shape->vocabulary, shape->hidden};
     float *ones = malloc(most * sizeof *ones);
-    char *at = malloc(random_model_bytes(shape));
+    char *at = weights ? malloc(random_model_bytes(shape)) : NULL;
     uint64_t seed = 1;
 
     *model = *shape;
@@ -109,7 +111,7 @@ bool random_model_open(const struct model *shape, unsigned threads, struct model
     model->layers = calloc(shape->layer_count, sizeof *model->layers);
     model->rope_inverse_frequencies =
         calloc(shape->head_dim / 2, sizeof *model->rope_inverse_frequencies);
-    if (ones == NULL || at == NULL || model->layers == NULL ||
+    if (ones == NULL || (weights && at == NULL) || model->layers == NULL ||
         model->rope_inverse_frequencies == NULL)
         return error_set(error, "out of memory for the weights");
     for (size_t i = 0; i < most; i++)

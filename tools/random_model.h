@@ -13,9 +13,10 @@
 size_t random_model_bytes(const struct model *shape);
 
 /* Makes a model of the shape: matrices in Q8_0, uniform, with a standard deviation within a factor
- * of 1.5 of 1 / sqrt(columns); norms 1. The same on every machine. */
-bool random_model_open(const struct model *shape, unsigned threads, struct model *model,
-                       struct error *error);
+ * of 1.5 of 1 / sqrt(columns), the same on every machine; without `weights` their data is NULL, for
+ * a device to make up. Norms are 1. */
+bool random_model_open(const struct model *shape, unsigned threads, bool weights,
+                       struct model *model, struct error *error);
 
 /* Accepts one that is all zero, and what a failed random_model_open() left. */
 void random_model_close(struct model *model);

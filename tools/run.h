@@ -15,6 +15,7 @@
 #include "options.h"
 #include "runner/chat.h"
 #include "runner/conversation.h"
+#include "runner/cuda_device.h"
 #include "runner/model.h"
 #include "runner/sampler.h"
 #include "runner/tokenizer.h"
@@ -31,7 +32,7 @@ struct run_arguments {
     size_t predict; /* SIZE_MAX: as many as there is room for */
     const char *kv; /* as typed */
     struct kv_spec spec;
-    bool cuda;
+    enum device_choice backend;
     unsigned threads;
     pkv_dtype dtype;
     size_t ctx; /* 0: the default */
@@ -47,7 +48,8 @@ struct run_arguments {
 
 struct run {
     const struct run_arguments *arguments;
-    struct kv_spec spec; /* resolved for this model */
+    struct kv_spec spec;   /* resolved for this model */
+    struct device *device; /* NULL: the CPU */
     struct model *model;
     struct tokenizer *tokenizer;
     struct chat *chat;

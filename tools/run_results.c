@@ -28,7 +28,8 @@ static bool read_results(const struct run *run, struct results *r, struct error 
     const struct generation *g = &run->generator.generation;
     size_t count = g->generated_tokens;
 
-    if (!kv_store_stats(run->generator.store, &r->stats, error) || !machine_isa(&r->isa, error))
+    if (!kv_store_stats(run->generator.store, &r->stats, error) ||
+        !device_isa(run->device, &r->isa, error))
         return false;
     r->ttft = count > 0 ? g->first - g->began : NAN;
     r->tpot = count > 1 ? (g->last - g->first) / (double)(count - 1) : NAN;
@@ -121,10 +122,10 @@ bool run_print_document(const struct run *run, struct error *error)
         json_pack("{s:o, s:s, s:s, s:i, s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:o, s:o, s:s, "
                   "s:o, s:o, s:o, "
                   "s:o, s:I, s:I, s:o, s:I, s:I, s:o, s:I}",
-                  "model", json_bytes(a->model, strlen(a->model)), "backend", "cpu", "isa", r.isa,
-                  "threads", (int)a->threads, "kv", a->kv, "kv_canonical", canonical, "page_tokens",
-                  value_or_null(run, "page"), "rank_k", value_or_null(run, "rk"), "rank_v",
-                  value_or_null(run, "rv"), "prompt_tokens",
+                  "model", json_bytes(a->model, strlen(a->model)), "backend",
+                  device_name(run->device), "isa", r.isa, "threads", (int)a->threads, "kv", a->kv,
+                  "kv_canonical", canonical, "page_tokens", value_or_null(run, "page"), "rank_k",
+                  value_or_null(run, "rk"), "rank_v", value_or_null(run, "rv"), "prompt_tokens",
                   (json_int_t)(g->prompt_tokens + run->reused_tokens), "reused_tokens",
                   (json_int_t)run->reused_tokens, "generated_tokens",
                   (json_int_t)g->generated_tokens, "text",
