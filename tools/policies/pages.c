@@ -174,6 +174,11 @@ static bool layer(struct kv_store *store, const struct kv_layer *io, struct erro
     return pages_check(pages->cache, pkv_step_layer(pages->step, io->layer, step), error);
 }
 
+static bool replay(struct kv_store *store)
+{
+    return pkv_step_replay(from_store(store)->step) == PKV_OK;
+}
+
 static bool end(struct kv_store *store, struct error *error)
 {
     struct pages *pages = from_store(store);
@@ -236,6 +241,7 @@ static const struct kv_store_operations operations = {
     .close = close_pages,
     .begin = begin,
     .layer = layer,
+    .replay = replay,
     .end = end,
     .abort = abort_step,
     .rewind = rewind_to,

@@ -78,6 +78,11 @@ bool kv_store_layer(struct kv_store *store, const struct kv_layer *io, struct er
     return store->operations->layer(store, io, error);
 }
 
+bool kv_store_replay(struct kv_store *store)
+{
+    return store->operations->replay != NULL && store->operations->replay(store);
+}
+
 bool kv_store_end(struct kv_store *store, struct error *error)
 {
     if (store->operations->end != NULL && !store->operations->end(store, error)) {

@@ -152,6 +152,9 @@ struct kv_store_operations {
     /* NULL: there is nothing to do. `count` is within the store's capacity. */
     bool (*begin)(struct kv_store *store, size_t count, struct error *error);
     bool (*layer)(struct kv_store *store, const struct kv_layer *io, struct error *error);
+    /* NULL: never. Whether a graph in which the layers of another step of one token were captured
+     * may stand for those of this one: see pkv_step_replay(). */
+    bool (*replay)(struct kv_store *store);
     /* NULL: there is nothing to do. On failure abort follows. */
     bool (*end)(struct kv_store *store, struct error *error);
     /* NULL: there is nothing to do. Leaves what the store holds as before begin. */
@@ -185,6 +188,9 @@ void kv_store_close(struct kv_store *store);
 /* Fails if there is no room for `count` (>= 1) more tokens. */
 bool kv_store_begin(struct kv_store *store, size_t count, struct error *error);
 bool kv_store_layer(struct kv_store *store, const struct kv_layer *io, struct error *error);
+
+/* Whether a graph stands for the open step's layers from now on. */
+bool kv_store_replay(struct kv_store *store);
 
 /* On failure the store is as it was before begin. */
 bool kv_store_end(struct kv_store *store, struct error *error);

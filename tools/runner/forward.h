@@ -34,8 +34,24 @@ struct forward_operations {
     bool (*predict)(struct forward *forward, const struct kv_layer *io, float *logits,
                     int32_t *token, struct error *error);
 
-    /* NULL, or fetches what predict() is to give, once the stores' steps have ended. */
-    bool (*finish)(struct forward *forward, struct error *error);
+    /* NULL, or what a device adds. */
+    const struct forward_queue *queue;
+};
+
+/* A device queues: what predict() is to give is on its way from fetch() on, which is called after
+ * it, and there when wait() returns. */
+struct forward_queue {
+    bool (*fetch)(struct forward *forward, float *logits, int32_t *token, struct error *error);
+    bool (*wait)(struct forward *forward, struct error *error);
+
+    /* What is queued in between, from the first layer to predict(), which then makes logits and
+     * token whatever it is asked for, is kept in a graph and not done. It serves steps of the same
+     * stores and length, after begin(), until a step is longer than all before. When it fails, and
+     * with `graph` NULL, nothing is kept. */
+    bool (*capture_begin)(struct forward *forward, struct error *error);
+    bool (*capture_end)(struct forward *forward, void **graph, struct error *error);
+    bool (*launch)(struct forward *forward, void *graph, struct error *error);
+    void (*free_graph)(struct forward *forward, void *graph);
 };
 
 struct forward_cpu_options {

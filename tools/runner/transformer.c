@@ -6,11 +6,20 @@
 
 #include "forward.h"
 
+/* What decodes the tokens of one store on a device. */
+struct decoder {
+    const struct kv_store *store;
+    void *graph; /* NULL: its first token was computed without */
+};
+
 struct transformer {
     const struct model *model;
     struct transformer_options options;
     const struct forward_operations *operations;
     struct forward *forward;
+    size_t longest; /* step so far */
+    struct decoder *decoders;
+    size_t decoder_count;
 };
 
 bool transformer_open(const struct model *model, const struct transformer_options *options,
@@ -41,10 +50,25 @@ bool transformer_open(const struct model *model, const struct transformer_option
     return true;
 }
 
+static void forget_graph(struct transformer *t, struct decoder *decoder)
+{
+    if (decoder->graph != NULL)
+        t->operations->queue->free_graph(t->forward, decoder->graph);
+    decoder->graph = NULL;
+}
+
+static void forget_graphs(struct transformer *t)
+{
+    for (size_t i = 0; i < t->decoder_count; i++)
+        forget_graph(t, &t->decoders[i]);
+}
+
 void transformer_close(struct transformer *transformer)
 {
     if (transformer == NULL)
         return;
+    forget_graphs(transformer);
+    free(transformer->decoders);
     transformer->operations->close(transformer->forward);
     free(transformer);
 }
@@ -86,12 +110,74 @@ static bool run_layers(struct transformer *t, struct kv_store *const *stores, si
     return true;
 }
 
+/* The store's, or NULL with *decoder NULL if this is its first token. A store that has been closed
+ * leaves its decoder to the next one in its place: that one's step refuses the graph. */
+static bool find_decoder(struct transformer *t, const struct kv_store *store,
+                         struct decoder **decoder, struct error *error)
+{
+    struct decoder *more;
+
+    for (size_t i = 0; i < t->decoder_count; i++) {
+        if (t->decoders[i].store == store) {
+            *decoder = &t->decoders[i];
+            return true;
+        }
+    }
+    *decoder = NULL;
+    more = realloc(t->decoders, (t->decoder_count + 1) * sizeof *more);
+    if (more == NULL)
+        return error_set(error, "out of memory for a decoder");
+    more[t->decoder_count++] = (struct decoder){store, NULL};
+    t->decoders = more;
+    return true;
+}
+
+static bool capture(struct transformer *t, struct kv_store *store, struct kv_layer *io,
+                    void **graph, struct error *error)
+{
+    const struct forward_queue *queue = t->operations->queue;
+
+    if (!queue->capture_begin(t->forward, error))
+        return false;
+    if (run_layers(t, &store, 1, io, error) &&
+        t->operations->predict(t->forward, io, NULL, NULL, error))
+        return queue->capture_end(t->forward, graph, error);
+    queue->capture_end(t->forward, NULL, NULL);
+    return false;
+}
+
+/* All layers and the prediction of the open step. One token of one store on a device is a graph
+ * from the second one on: the first has everything loaded that cannot be while one is captured. */
+static bool compute(struct transformer *t, struct kv_store *const *stores, size_t store_count,
+                    struct kv_layer *io, float *logits, int32_t *token, struct error *error)
+{
+    struct decoder *decoder = NULL;
+
+    if (t->operations->queue != NULL && io->count == 1 && store_count == 1 &&
+        !find_decoder(t, stores[0], &decoder, error))
+        return false;
+    if (decoder == NULL)
+        return run_layers(t, stores, store_count, io, error) &&
+               t->operations->predict(t->forward, io, logits, token, error);
+    if (decoder->graph == NULL || !kv_store_replay(stores[0])) {
+        forget_graph(t, decoder);
+        if (!capture(t, stores[0], io, &decoder->graph, error))
+            return false;
+    } else if (t->options.layer_done != NULL &&
+               !t->options.layer_done(t->options.opaque, t->model->layer_count,
+                                      t->model->layer_count)) {
+        return error_set(error, "interrupted");
+    }
+    return t->operations->queue->launch(t->forward, decoder->graph, error);
+}
+
 /* `logits` and `token` are what predict() takes. */
 static bool step(struct transformer *t, struct kv_store *const *stores, size_t store_count,
                  const int32_t *tokens, size_t count, float *logits, int32_t *token,
                  struct error *error)
 {
     const struct model *m = t->model;
+    const struct forward_queue *queue = t->operations->queue;
     struct kv_layer io = {.position = kv_store_tokens(stores[0]), .count = count};
     bool plain_k = false, hidden = false, done = false;
 
@@ -108,15 +194,18 @@ static bool step(struct transformer *t, struct kv_store *const *stores, size_t s
         if (!kv_store_begin(stores[i], count, error))
             goto out;
     }
+    if (count > t->longest)
+        forget_graphs(t);
+    t->longest = count > t->longest ? count : t->longest;
     if (!t->operations->begin(t->forward, tokens, plain_k, hidden, &io, error) ||
-        !run_layers(t, stores, store_count, &io, error) ||
-        !t->operations->predict(t->forward, &io, logits, token, error))
+        !compute(t, stores, store_count, &io, logits, token, error) ||
+        (queue != NULL && !queue->fetch(t->forward, logits, token, error)))
         goto out;
     done = true;
     for (size_t i = 0; i < store_count && done; i++)
         done = kv_store_end(stores[i], error);
-    if (done && t->operations->finish != NULL)
-        done = t->operations->finish(t->forward, error);
+    if (done && queue != NULL)
+        done = queue->wait(t->forward, error);
 out:
     for (size_t i = 0; i < store_count; i++)
         kv_store_abort(stores[i]);

@@ -63,6 +63,7 @@ struct forward {
     float *logits, *logits_host;
     float *wanted_logits;
     int32_t *wanted_token;
+    bool capturing;
 
     pkv_step_io io;
 };
@@ -309,7 +310,6 @@ static bool begin(struct forward *f, const int32_t *tokens, bool, bool, struct k
     const cudaStream_t stream = f->device->stream;
     const size_t d = m->head_dim, all = f->query + 2 * f->kv;
     const uint64_t position = io->position;
-    const int32_t *ids;
 
     if (!runner_enter(f->device, error) || !reserve(f, io->count, error))
         return false;
@@ -321,10 +321,6 @@ static bool begin(struct forward *f, const int32_t *tokens, bool, bool, struct k
                                       cudaMemcpyHostToDevice, stream),
                       "cannot copy tokens", error))
         return false;
-    ids = (const int32_t *)(const void *)((unsigned char *)f->input + sizeof position);
-    kernels_embed(stream, f->dtype, f->embedding, m->hidden, ids, io->count, f->x);
-    kernels_angles(stream, (const uint64_t *)f->input, f->inverse, m->rope_magnitude, d / 2,
-                   io->count, f->cosine, f->sine);
     f->io = pkv_step_io{};
     f->io.struct_size = sizeof f->io;
     f->io.q = pkv_input{f->heads, f->dtype, all, d};
@@ -332,7 +328,19 @@ static bool begin(struct forward *f, const int32_t *tokens, bool, bool, struct k
     f->io.v = pkv_input{f->heads + (f->query + f->kv) * f->element, f->dtype, all, d};
     f->io.out = pkv_output{f->out, f->dtype, f->query, d};
     io->on_device = &f->io;
-    return runner_check_launch(f->device, "cannot embed", error);
+    return true;
+}
+
+/* Tokens and position are read on the device, so that a graph goes on with others. */
+static void embed(struct forward *f, size_t rows)
+{
+    const struct model *m = f->model;
+    const uint64_t *position = (const uint64_t *)f->input;
+
+    kernels_embed(f->device->stream, f->dtype, f->embedding, m->hidden,
+                  (const int32_t *)(const void *)(position + 1), rows, f->x);
+    kernels_angles(f->device->stream, position, f->inverse, m->rope_magnitude, m->head_dim / 2,
+                   rows, f->cosine, f->sine);
 }
 
 static void norm(struct forward *f, size_t first, size_t rows, const float *weight)
@@ -385,6 +393,8 @@ static bool before(struct forward *f, const struct kv_layer *io, struct error *e
                                         .cosine = f->cosine,
                                         .sine = f->sine};
 
+    if (io->layer == 0)
+        embed(f, io->count);
     for (size_t first = 0, rows; first < io->count; first += rows) {
         rows = rows_from(f, first, io->count);
         norm(f, first, rows, layer->attention_norm);
@@ -419,41 +429,53 @@ static bool after(struct forward *f, const struct kv_layer *io, struct error *er
     return runner_check_launch(f->device, "cannot feed forward", error);
 }
 
-static bool fetch(struct forward *f, void *to, const void *from, size_t bytes, struct error *error)
-{
-    return runner_check(f->device,
-                        cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, f->device->stream),
-                        "cannot fetch logits", error);
-}
-
 static bool predict(struct forward *f, const struct kv_layer *io, float *logits, int32_t *token,
                     struct error *error)
 {
     const struct model *m = f->model;
-    const size_t count = m->vocabulary;
-    const struct matrix_product product = {f->dtype,  f->output ? f->output : f->embedding,
-                                           f->normed, 1,
-                                           count,     m->hidden,
-                                           f->logits, PKV_F32,
-                                           false};
+    const struct matrix_product product = {.dtype = f->dtype,
+                                           .weight = f->output ? f->output : f->embedding,
+                                           .x = f->normed,
+                                           .rows = 1,
+                                           .n = m->vocabulary,
+                                           .k = m->hidden,
+                                           .y = f->logits,
+                                           .y_dtype = PKV_F32,
+                                           .add = false};
 
-    f->wanted_logits = logits;
-    f->wanted_token = token;
-    if (logits == NULL && token == NULL)
+    if (logits == NULL && token == NULL && !f->capturing)
         return true;
     norm(f, io->count - 1, 1, f->output_norm);
     if (!runner_multiply(f->device, &product, error))
         return false;
-    if (logits != NULL && !fetch(f, f->logits_host, f->logits, count * sizeof *f->logits, error))
-        return false;
-    if (token == NULL)
-        return runner_check_launch(f->device, "cannot predict", error);
-    kernels_likeliest(f->device->stream, f->logits, count, (int32_t *)(void *)(f->logits + count));
-    return runner_check_launch(f->device, "cannot predict", error) &&
-           fetch(f, f->logits_host + count, f->logits + count, sizeof *token, error);
+    if (token != NULL || f->capturing)
+        kernels_likeliest(f->device->stream, f->logits, m->vocabulary,
+                          (int32_t *)(void *)(f->logits + m->vocabulary));
+    return runner_check_launch(f->device, "cannot predict", error);
 }
 
-static bool finish(struct forward *f, struct error *error)
+/* ---- The queue ---- */
+
+static bool copy_out(struct forward *f, size_t first, size_t count, struct error *error)
+{
+    return runner_check(f->device,
+                        cudaMemcpyAsync(f->logits_host + first, f->logits + first,
+                                        count * sizeof *f->logits, cudaMemcpyDeviceToHost,
+                                        f->device->stream),
+                        "cannot fetch logits", error);
+}
+
+static bool fetch(struct forward *f, float *logits, int32_t *token, struct error *error)
+{
+    const size_t count = f->model->vocabulary;
+
+    f->wanted_logits = logits;
+    f->wanted_token = token;
+    return (logits == NULL || copy_out(f, 0, count, error)) &&
+           (token == NULL || copy_out(f, count, 1, error));
+}
+
+static bool wait_for_step(struct forward *f, struct error *error)
 {
     const size_t count = f->model->vocabulary;
 
@@ -466,11 +488,58 @@ static bool finish(struct forward *f, struct error *error)
     return true;
 }
 
+static bool capture_begin(struct forward *f, struct error *error)
+{
+    f->capturing = runner_check(
+        f->device, cudaStreamBeginCapture(f->device->stream, cudaStreamCaptureModeThreadLocal),
+        "cannot begin a graph", error);
+    return f->capturing;
+}
+
+static bool capture_end(struct forward *f, void **executable, struct error *error)
+{
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t made = NULL;
+    bool done = runner_check(f->device, cudaStreamEndCapture(f->device->stream, &graph),
+                             "cannot end a graph", error);
+
+    f->capturing = false;
+    if (done && executable != NULL) {
+        done = runner_check(f->device, cudaGraphInstantiate(&made, graph, 0), "cannot make a graph",
+                            error);
+        *executable = done ? (void *)made : NULL;
+    }
+    if (graph)
+        cudaGraphDestroy(graph);
+    return done;
+}
+
+static bool launch(struct forward *f, void *executable, struct error *error)
+{
+    return runner_check(f->device, cudaGraphLaunch((cudaGraphExec_t)executable, f->device->stream),
+                        "cannot launch a graph", error);
+}
+
+static void free_graph(struct forward *f, void *executable)
+{
+    cudaSetDevice(f->device->base.ordinal);
+    cudaGraphExecDestroy((cudaGraphExec_t)executable);
+}
+
+static const struct forward_queue queue = {
+    .fetch = fetch,
+    .wait = wait_for_step,
+    .capture_begin = capture_begin,
+    .capture_end = capture_end,
+    .launch = launch,
+    .free_graph = free_graph,
+};
+
 const struct forward_operations runner_forward = {
     .close = close_forward,
     .begin = begin,
     .before = before,
     .after = after,
     .predict = predict,
-    .finish = finish,
+    .queue = &queue,
 };
