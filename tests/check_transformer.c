@@ -442,8 +442,8 @@ START_TEST(test_threads)
 }
 END_TEST
 
-/* The likeliest token is that of the logits, be it of a prompt, of the first tokens behind it or, on a
- * device, of those that a graph decodes. */
+/* The likeliest token is that of the logits, be it of a prompt, of the first tokens behind it or,
+ * on a device, of those that a graph decodes. */
 START_TEST(test_next)
 {
     const struct transformer_options options = {.threads = 2};

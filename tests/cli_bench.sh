@@ -120,7 +120,7 @@ refuse 1 'memory: this takes' model --shape qwen3-8b --prompt-tokens 2000000000 
 document model model "$tiny" --prompt-tokens 150 --predict 11 --repeats 2 -t 1 \
     --kv puzzle --kv raw --kv static
 same 'keys of model' "$(keys model)" \
-    'isa cpu threads dtype model prompt_tokens predict repeats results '
+    'isa cpu threads dtype model depth prompt_tokens predict repeats results '
 same 'first ratios' "$(value model results.0.ttft_ratio) $(value model results.0.tpot_ratio)" \
     '1.0 1.0'
 # The last token is not fed: 160 are 5 pages, of which 3 are factorized.
@@ -133,8 +133,16 @@ for key in results.0.ttft_s results.0.tpot_s results.0.factorize_s results.1.ttf
 done
 document shape model --shape smollm2-135m --prompt-tokens 8 --predict 1 --repeats 1 --kv raw
 same 'keys of model --shape' "$(keys shape)" \
-    'isa cpu threads dtype shape prompt_tokens predict repeats results '
+    'isa cpu threads dtype shape depth prompt_tokens predict repeats results '
 same 'time of no further token' "$(value shape results.0.tpot_s)" null
+
+# Behind 151 random tokens 5 are fed, then 2: 158 are 4 pages, of which 2 are factorized, and a tail.
+document depth model "$tiny" --depth 151 --prompt-tokens 5 --predict 3 --repeats 2 -t 1 --kv puzzle
+awk "BEGIN { r = $(value depth results.0.kv_ratio) / (((158 - 64) * 128 + 2 * 30 * 96) / (158 * 128)); \
+    exit !(r > 0.999999 && r < 1.000001) }" || fail "kv_ratio: $(value depth results.0.kv_ratio)"
+refuse 2 '--depth, --kv static: only raw, puzzle' model "$tiny" --depth 9 --prompt-tokens 9 \
+    --predict 2 --kv static
+refuse 1 "the model's context is" model "$tiny" --depth 2000000000 --prompt-tokens 9 --predict 2
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 

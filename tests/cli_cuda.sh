@@ -95,8 +95,12 @@ if [ -e "$PUZZLEKV_BUILD/tests/cuda_host/modules/puzzlekv-cuda.so" ]; then
     *e-0[789] | *e-1? | -* | 0.0) ;;
     *) fail "excess error $(value factorize results.0.excess_error)" ;;
     esac
-    document model model --shape smollm2-135m --prompt-tokens 40 --predict 3 --repeats 1 --backend cuda
+    document model model --shape smollm2-135m --depth 40 --prompt-tokens 9 --predict 3 --repeats 1 \
+        --backend cuda
     same 'isa of model' "$(value model isa)" sm_90
+    # A model's weights are on the device, and its tokens are decoded by a graph.
+    document tiny model "$data" --prompt-tokens 70 --predict 30 --repeats 1 --backend cuda
+    same 'ratio of raw' "$(value tiny results.0.kv_ratio)" 1.0
 fi
 
 echo "$failures failures"

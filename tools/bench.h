@@ -43,6 +43,7 @@ struct bench_arguments {
     struct model model; /* the shape's, without weights */
     size_t tokens, batch;
     size_t prompt_tokens, predict;
+    size_t depth;        /* tokens before the prompt */
     size_t repeats;      /* >= 1 */
     struct bench_kv *kv; /* [kv_count], in the order typed; resolved if there is a shape */
     size_t kv_count;
@@ -72,6 +73,12 @@ bool bench_check_memory(const pkv_config *configs, size_t count, size_t more, st
  * from: on the device, or in the host's memory. */
 bool bench_operand(const struct bench_arguments *arguments, const void *data, size_t bytes,
                    void **operand, struct error *error);
+
+/* Keys and values that caches are filled with, all layers and steps alike: operands
+ * [BENCH_FILL_TOKENS, kv_heads, head_dim] in f32. */
+#define BENCH_FILL_TOKENS ((size_t)2048)
+bool bench_fill_operands(const struct bench_arguments *arguments, const struct model *model,
+                         void **k, void **v, struct error *error);
 
 /* Accepts NULL. */
 void bench_operand_free(const struct bench_arguments *arguments, void *operand);

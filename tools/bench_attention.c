@@ -10,9 +10,6 @@
 #include "random_pages.h"
 #include "read_bandwidth.h"
 
-/* Tokens that a cache is filled with at a time: all layers and steps take the same. */
-#define FILL_TOKENS ((size_t)2048)
-
 /* What one sample takes at least, by repeating the step. */
 #define SAMPLE_SECONDS 0.02
 
@@ -53,7 +50,7 @@ struct contestant {
 /* What the steps take and give, from bench_operand(); all layers the same. */
 struct operands {
     void *q, *out; /* [batch, query_heads, head_dim] */
-    void *k, *v;   /* [FILL_TOKENS, kv_heads, head_dim] */
+    void *k, *v;   /* [BENCH_FILL_TOKENS, kv_heads, head_dim] */
 };
 
 static bool cache_failed(const struct contestant *c, struct error *error)
@@ -102,8 +99,8 @@ static bool fill(const struct bench_arguments *arguments, struct contestant *c,
             progress_show("filling %s: sequence %zu of %zu, %zu of %zu tokens", c->name, i + 1,
                           arguments->batch, done, arguments->tokens);
             item.tokens = arguments->tokens - done;
-            if (item.tokens > FILL_TOKENS)
-                item.tokens = FILL_TOKENS;
+            if (item.tokens > BENCH_FILL_TOKENS)
+                item.tokens = BENCH_FILL_TOKENS;
             if (pkv_step_begin(c->cache, &item, 1, &step) != PKV_OK)
                 return cache_failed(c, error);
             if (!run_layers(c, step, o, false, error))
@@ -220,7 +217,7 @@ static bool evaluate(const struct bench_arguments *arguments, const struct conte
 static bool configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
                       pkv_config *config, struct error *error)
 {
-    size_t most = arguments->batch > FILL_TOKENS ? arguments->batch : FILL_TOKENS;
+    size_t most = arguments->batch > BENCH_FILL_TOKENS ? arguments->batch : BENCH_FILL_TOKENS;
     size_t tokens;
 
     if (__builtin_mul_overflow(arguments->tokens + 1, arguments->batch, &tokens))
@@ -239,29 +236,17 @@ static bool open_operands(const struct bench_arguments *arguments, struct operan
                           struct error *error)
 {
     const struct model *model = &arguments->model;
-    const size_t query = arguments->batch * model->query_heads * model->head_dim;
-    const size_t filling = FILL_TOKENS * model->kv_heads * model->head_dim;
-    float *q = malloc(query * sizeof *q);
-    float *k = malloc(filling * sizeof *k);
-    float *v = malloc(filling * sizeof *v);
+    const size_t count = arguments->batch * model->query_heads * model->head_dim;
+    float *q = malloc(count * sizeof *q);
     uint64_t seed = 42;
-    bool done = false;
+    bool done = q != NULL || error_set(error, "out of memory");
 
-    if (q == NULL || k == NULL || v == NULL) {
-        error_set(error, "out of memory");
-        goto out;
-    }
-    random_normals(&seed, q, query);
-    done = random_pages(seed, FILL_TOKENS / RANDOM_PAGE_TOKENS, model->kv_heads, model->head_dim,
-                        arguments->threads, k, v, error) &&
-           bench_operand(arguments, q, query * sizeof *q, &o->q, error) &&
-           bench_operand(arguments, NULL, query * sizeof *q, &o->out, error) &&
-           bench_operand(arguments, k, filling * sizeof *k, &o->k, error) &&
-           bench_operand(arguments, v, filling * sizeof *v, &o->v, error);
-out:
+    if (done)
+        random_normals(&seed, q, count);
+    done = done && bench_operand(arguments, q, count * sizeof *q, &o->q, error) &&
+           bench_operand(arguments, NULL, count * sizeof *q, &o->out, error) &&
+           bench_fill_operands(arguments, model, &o->k, &o->v, error);
     free(q);
-    free(k);
-    free(v);
     return done;
 }
 

@@ -44,6 +44,8 @@ struct contestant {
 
 struct race {
     const struct bench_arguments *arguments;
+    const struct model *model;
+    void *k, *v; /* what fills the caches; NULL: nothing does */
     struct transformer *transformer;
     int32_t *prompt; /* [prompt_tokens] */
     size_t count;
@@ -77,6 +79,35 @@ static bool feed_next(struct race *race, struct contestant *c, double *seconds, 
     return feed(race, c, &token, 1, seconds, error);
 }
 
+/* Fills a store that has fewer tokens than are to be there before the prompt. */
+static bool fill(struct race *race, struct contestant *c, struct error *error)
+{
+    const size_t depth = race->arguments->depth;
+    const pkv_step_io operands = {.struct_size = sizeof operands,
+                                  .k = {race->k, PKV_F32, 0, 0},
+                                  .v = {race->v, PKV_F32, 0, 0}};
+    struct kv_layer io = {.k = race->k, .v = race->v};
+
+    io.on_device = race->arguments->device != NULL ? &operands : NULL;
+    while ((io.position = kv_store_tokens(c->store)) < depth) {
+        io.count = depth - io.position;
+        io.count = io.count < BENCH_FILL_TOKENS ? io.count : BENCH_FILL_TOKENS;
+        if (interrupt_seen())
+            return error_set(error, "interrupted");
+        if (!kv_store_begin(c->store, io.count, error))
+            return false;
+        for (io.layer = 0; io.layer < race->model->layer_count; io.layer++) {
+            if (!kv_store_layer(c->store, &io, error)) {
+                kv_store_abort(c->store);
+                return false;
+            }
+        }
+        if (!kv_store_end(c->store, error))
+            return false;
+    }
+    return true;
+}
+
 static bool warm_up(struct race *race, struct error *error)
 {
     size_t prompt = race->arguments->prompt_tokens;
@@ -85,7 +116,9 @@ static bool warm_up(struct race *race, struct error *error)
     for (size_t i = 0; i < race->count; i++) {
         struct contestant *c = &race->contestants[i];
 
-        if (!feed(race, c, race->prompt, prompt < WARM_TOKENS ? prompt : WARM_TOKENS, &seconds,
+        progress_show("filling %s", race->arguments->kv[i].text);
+        if (!fill(race, c, error) ||
+            !feed(race, c, race->prompt, prompt < WARM_TOKENS ? prompt : WARM_TOKENS, &seconds,
                   error) ||
             (race->arguments->predict > 1 && !feed_next(race, c, &seconds, error)))
             return false;
@@ -103,7 +136,8 @@ static bool run_round(struct race *race, size_t round, struct error *error)
         struct contestant *c = &race->contestants[i];
 
         progress_show("round %zu of %zu, prompt of %s", round + 1, a->repeats, a->kv[i].text);
-        if (!kv_store_rewind(c->store, 0, error) || !kv_store_stats(c->store, &before, error) ||
+        if (!kv_store_rewind(c->store, a->depth, error) || !fill(race, c, error) ||
+            !kv_store_stats(c->store, &before, error) ||
             !feed(race, c, race->prompt, a->prompt_tokens, &c->ttft[round], error) ||
             !kv_store_stats(c->store, &after, error))
             return false;
@@ -165,14 +199,21 @@ static bool evaluate(const struct race *race, struct bench_row *rows, struct err
     return done;
 }
 
+static size_t longest_step(const struct bench_arguments *a)
+{
+    const size_t filling = a->depth < BENCH_FILL_TOKENS ? a->depth : BENCH_FILL_TOKENS;
+
+    return a->prompt_tokens > filling ? a->prompt_tokens : filling;
+}
+
 static bool open_contestant(const struct race *race, const struct model *model,
                             const struct bench_kv *kv, struct contestant *c, struct error *error)
 {
     const struct bench_arguments *a = race->arguments;
     const struct kv_store_options options = {.model = model,
                                              .dtype = a->dtype,
-                                             .max_tokens = a->prompt_tokens + a->predict,
-                                             .max_step_tokens = a->prompt_tokens,
+                                             .max_tokens = a->depth + a->prompt_tokens + a->predict,
+                                             .max_step_tokens = longest_step(a),
                                              .threads = a->threads,
                                              .device = a->device};
 
@@ -200,7 +241,7 @@ static void close_contestant(struct contestant *c)
 static bool check_memory(const struct bench_arguments *a, struct error *error)
 {
     size_t need = random_model_bytes(&a->model);
-    size_t dense = policy_raw_bytes(&a->model, a->dtype, a->prompt_tokens + a->predict);
+    size_t dense = policy_raw_bytes(&a->model, a->dtype, a->depth + a->prompt_tokens + a->predict);
 
     return bench_check_memory(NULL, 0, need + a->kv_count * dense, error);
 }
@@ -213,9 +254,14 @@ static bool run(struct race *race, const struct model *model, struct bench_row *
         .threads = a->threads, .device = a->device, .layer_done = go_on};
     uint64_t seed = 42;
 
-    if (a->prompt_tokens + a->predict > model->context_length)
-        return error_set(error, "--prompt-tokens %zu, --predict %zu: the model's context is %zu",
-                         a->prompt_tokens, a->predict, model->context_length);
+    race->model = model;
+    if (a->depth + a->prompt_tokens + a->predict > model->context_length)
+        return error_set(error,
+                         "--depth %zu, --prompt-tokens %zu, --predict %zu: the model's context is "
+                         "%zu",
+                         a->depth, a->prompt_tokens, a->predict, model->context_length);
+    if (a->depth > 0 && !bench_fill_operands(a, model, &race->k, &race->v, error))
+        return false;
     race->prompt = calloc(a->prompt_tokens, sizeof *race->prompt);
     if (race->prompt == NULL)
         return error_set(error, "out of memory");
@@ -262,17 +308,20 @@ bool bench_model(const struct bench_arguments *arguments, struct error *error)
     progress_clear();
     done = bench_report(
         arguments,
-        json_pack("{s:s, s:o, s:I, s:I, s:I}", "dtype", dtype_name(arguments->dtype),
+        json_pack("{s:s, s:o, s:I, s:I, s:I, s:I}", "dtype", dtype_name(arguments->dtype),
                   arguments->file != NULL ? "model" : "shape",
                   arguments->file != NULL ? json_bytes(arguments->file, strlen(arguments->file))
                                           : json_string(arguments->shape),
-                  "prompt_tokens", (json_int_t)arguments->prompt_tokens, "predict",
-                  (json_int_t)arguments->predict, "repeats", (json_int_t)arguments->repeats),
+                  "depth", (json_int_t)arguments->depth, "prompt_tokens",
+                  (json_int_t)arguments->prompt_tokens, "predict", (json_int_t)arguments->predict,
+                  "repeats", (json_int_t)arguments->repeats),
         &results, error);
 out:
     for (size_t i = 0; race.contestants != NULL && i < count; i++)
         close_contestant(&race.contestants[i]);
     transformer_close(race.transformer);
+    bench_operand_free(arguments, race.k);
+    bench_operand_free(arguments, race.v);
     free(race.contestants);
     free(race.prompt);
     free(rows);

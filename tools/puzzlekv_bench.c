@@ -10,6 +10,7 @@
 #include "command.h"
 #include "options.h"
 #include "policies/pages.h"
+#include "random_pages.h"
 #include "shapes.h"
 
 /* ---- Commands and their options -------------------------------------------------------------- */
@@ -22,6 +23,7 @@ enum {
     OPTION_SOLVER,
     OPTION_PROMPT_TOKENS,
     OPTION_PREDICT,
+    OPTION_DEPTH,
     OPTION_REPEATS,
     OPTION_KV,
     OPTION_BACKEND,
@@ -84,6 +86,7 @@ static const struct option_row model_rows[] = {
     ROW_SHAPE,
     {OPTION_PROMPT_TOKENS, "prompt-tokens", "N", "tokens of the prompt, which are random"},
     {OPTION_PREDICT, "predict", "M", "tokens to generate"},
+    {OPTION_DEPTH, "depth", "N", "random tokens in the caches before the prompt (0)"},
     ROW_KVS,
     ROW_BACKEND,
     ROW_DTYPE,
@@ -192,6 +195,8 @@ static bool set(void *arguments, int id, const char *value, struct error *error)
         return number_size("--prompt-tokens", value, 1, INT32_MAX, &a->prompt_tokens, error);
     case OPTION_PREDICT:
         return number_size("--predict", value, 1, INT32_MAX, &a->predict, error);
+    case OPTION_DEPTH:
+        return number_size("--depth", value, 0, INT32_MAX, &a->depth, error);
     case OPTION_REPEATS:
         return number_size("--repeats", value, 1, 100000, &a->repeats, error);
     case OPTION_KV:
@@ -252,8 +257,12 @@ static bool check(const struct command *command, void *arguments, struct error *
                              "and raw",
                              a->kv[i].text);
     }
-    for (size_t i = 0; a->backend == DEVICE_CUDA && i < a->kv_count; i++) {
-        if (!pages_require(&a->kv[i].spec, "--backend cuda", a->kv[i].text, error))
+    for (size_t i = 0; i < a->kv_count; i++) {
+        const struct bench_kv *kv = &a->kv[i];
+
+        if ((a->backend == DEVICE_CUDA &&
+             !pages_require(&kv->spec, "--backend cuda", kv->text, error)) ||
+            (a->depth > 0 && !pages_require(&kv->spec, "--depth", kv->text, error)))
             return false;
     }
     return true;
@@ -325,6 +334,24 @@ bool bench_operand(const struct bench_arguments *arguments, const void *data, si
     if (data != NULL)
         memcpy(*operand, data, bytes);
     return true;
+}
+
+bool bench_fill_operands(const struct bench_arguments *arguments, const struct model *model,
+                         void **k, void **v, struct error *error)
+{
+    const size_t count = BENCH_FILL_TOKENS * model->kv_heads * model->head_dim;
+    float *keys = malloc(count * sizeof *keys);
+    float *values = malloc(count * sizeof *values);
+    bool done = (keys != NULL && values != NULL) || error_set(error, "out of memory");
+
+    done = done &&
+           random_pages(42, BENCH_FILL_TOKENS / RANDOM_PAGE_TOKENS, model->kv_heads,
+                        model->head_dim, arguments->threads, keys, values, error) &&
+           bench_operand(arguments, keys, count * sizeof *keys, k, error) &&
+           bench_operand(arguments, values, count * sizeof *values, v, error);
+    free(keys);
+    free(values);
+    return done;
 }
 
 void bench_operand_free(const struct bench_arguments *arguments, void *operand)
