@@ -132,6 +132,13 @@ same 'keys of an answer' "$(keys answers)" 'row index outputs results '
 row answers 1
 same 'settings of answers' "$(value answers puzzlekv) $(value answers max_new) \
 $(value answers rows)" 'tasks 12 3'
+# Nothing that is printed gets into the file that takes a closed standard output's number.
+for closed in 1 2; do
+    rm -f "$work/closed.jsonl"
+    eval 'puzzlekv-eval "$@" --kv puzzle:window=0 -o "$work/closed.jsonl"' "> /dev/null $closed>&-"
+    same "status with descriptor $closed closed" $? $((closed == 1))
+    cmp "$work/closed.jsonl" "$work/answers.jsonl" || fail "descriptor $closed closed: other answers"
+done
 refuse 1 'is there already; --resume continues it' "$@" --kv puzzle:window=0 \
     -o "$work/answers.jsonl"
 refuse 1 '"kv" was ["puzzle:' "$@" --kv raw -o "$work/answers.jsonl" --resume

@@ -118,6 +118,7 @@ int command_main(const struct command_program *program, int argc, char **argv, v
     struct error error;
     int code = EXIT_DONE;
 
+    machine_hold_standard_files(program->name);
     machine_start_blas(program->name);
     if (command != NULL) {
         if (!read_arguments(program, command, argc - 1, argv + 1, arguments, &wish, &error))

@@ -453,6 +453,23 @@ static long read_topology(int cpu, const char *field)
     return value;
 }
 
+void machine_hold_standard_files(const char *program)
+{
+    /* Open, but not for what it is used for: to read or to write fails as if it were closed. */
+    static const int modes[] = {
+        [STDIN_FILENO] = O_WRONLY, [STDOUT_FILENO] = O_RDONLY, [STDERR_FILENO] = O_RDONLY};
+    struct error error;
+
+    /* open() takes the lowest number that is free. */
+    for (int file = STDIN_FILENO; file <= STDERR_FILENO; file++) {
+        if (fcntl(file, F_GETFD) >= 0 || open("/dev/null", modes[file]) == file)
+            continue;
+        error_set(&error, "/dev/null: %s", strerror(errno));
+        error_print(program, &error);
+        _exit(EXIT_FAILED);
+    }
+}
+
 void machine_calm_threads(char **argv)
 {
     static const char *const variables[][2] = {{"GOMP_SPINCOUNT", "1000"}, {"KMP_BLOCKTIME", "0"}};

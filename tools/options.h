@@ -143,14 +143,19 @@ bool output_flush(struct error *error);
 
 /* ---- The machine ----------------------------------------------------------------------------- */
 
+/* Keeps the numbers of standard input, output and error from going to files that are opened later,
+ * where they are closed (>&-); what is printed would end up in those. First of all in main; ends
+ * the process, with an error, where it cannot. */
+void machine_hold_standard_files(const char *program);
+
 /* Has OpenMP's threads sleep soon when they wait, unless the environment says how they wait; before
  * anything is read or computed, for it may start the program over. By default they spin for
  * milliseconds, so that on a busy machine each parallel region waits for a time slice of another
  * program. */
 void machine_calm_threads(char **argv);
 
-/* Takes BLAS's threads away from it; first of all in main. Ends the process, with an error, if the
- * limit on its address space has no room for what BLAS has already started. */
+/* Takes BLAS's threads away from it, before anything is computed. Ends the process, with an error,
+ * if the limit on its address space has no room for what BLAS has already started. */
 void machine_start_blas(const char *program);
 
 /* Cores (not their hardware threads) that this process may run on; >= 1. */

@@ -412,6 +412,7 @@ int main(int argc, char **argv)
     enum exit_code code = EXIT_FAILED;
     bool done;
 
+    machine_hold_standard_files(RUN_PROGRAM);
     machine_start_blas(RUN_PROGRAM);
     if (!read_arguments(argc, argv, &arguments, &error)) {
         error_print(RUN_PROGRAM, &error);
