@@ -147,6 +147,7 @@ START_TEST(test_refusals)
 {
     struct task_log log;
     const json_t *earlier;
+    static const char *const foreign[] = {"{\"index\": 1}", "text", "{\"puzzlekv\": \"task\"}"};
     struct error error;
     char *before, *after;
     size_t size, new_size;
@@ -169,6 +170,21 @@ START_TEST(test_refusals)
     read_rows(&log, 2);
     write_rows(&log, 2, 3);
     task_log_close(&log);
+
+    /* Nothing is lost of a file that is something else, whether a newline ends it or not. */
+    for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++) {
+        write_file(path, foreign[i], strlen(foreign[i]));
+        refused(true, settings("a", 5), ": line 1: is not what puzzlekv-eval tasks wrote");
+        after = read_file(&new_size);
+        ck_assert_uint_eq(new_size, strlen(foreign[i]));
+        ck_assert_mem_eq(after, foreign[i], new_size);
+        free(after);
+    }
+    before = tests_allocate(1, JSONL_MAX_LINE + 2);
+    memset(before, ' ', JSONL_MAX_LINE + 2);
+    write_file(path, before, JSONL_MAX_LINE + 2);
+    free(before);
+    refused(true, settings("a", 5), ": line 1: is longer than 16 MiB");
 
     write_file(path, "{\"index\": 1}\n", 13);
     refused(true, settings("a", 5), ": line 1: is not what puzzlekv-eval tasks wrote");

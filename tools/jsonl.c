@@ -89,6 +89,7 @@ static bool read_line(struct jsonl *jsonl, bool *found, struct error *error)
 
     jsonl->line++;
     jsonl->offset = jsonl->next_offset;
+    jsonl->whole = true; /* for all that is known if reading fails */
     for (;;) {
         size_t waiting = jsonl->end - jsonl->begin;
 
@@ -104,7 +105,7 @@ static bool read_line(struct jsonl *jsonl, bool *found, struct error *error)
     }
     jsonl->text = jsonl->buffer + jsonl->begin;
     jsonl->length = newline != NULL ? (size_t)(newline - jsonl->text) : jsonl->end - jsonl->begin;
-    jsonl->whole = newline != NULL;
+    jsonl->whole = newline != NULL || got > 0;
     if (jsonl->length > JSONL_MAX_LINE)
         return jsonl_error(jsonl, error, "is longer than %zu MiB", JSONL_MAX_LINE >> 20);
     jsonl->begin += jsonl->length + jsonl->whole;

@@ -26,7 +26,7 @@ struct jsonl {
     const char *text;
     size_t length;
     uint64_t offset, next_offset;
-    bool whole; /* a newline ends it */
+    bool whole; /* false: the file ends before a newline does */
 
     char *buffer;
     size_t begin, end, capacity; /* what is read and not yet given out: buffer[begin .. end - 1] */

@@ -26,6 +26,18 @@ static bool next(struct task_log *log, bool *there, uint64_t *end, struct error 
     return true;
 }
 
+/* A first line without its end is cut off only where it can be the beginning of settings: any other
+ * file is not to be lost. */
+static bool check_beginning(const struct task_log *log, struct error *error)
+{
+    static const char beginning[] = "{\"puzzlekv\": \"tasks\"";
+    const size_t length = log->earlier.length;
+    const size_t most = sizeof beginning - 1;
+
+    return memcmp(log->earlier.text, beginning, length < most ? length : most) == 0 ||
+           jsonl_error(&log->earlier, error, "is not what puzzlekv-eval tasks wrote");
+}
+
 /* Rows are written from `end` on. */
 static bool begin_writing(struct task_log *log, uint64_t end, struct error *error)
 {
@@ -82,7 +94,8 @@ bool task_log_open(const char *path, bool resume, json_t *settings, struct task_
         if (!jsonl_open(path, &log->earlier, error))
             goto fail;
         log->reading = true;
-        if (!next(log, &there, &end, error) || (there && !check_settings(log, settings, error)))
+        if (!next(log, &there, &end, error) ||
+            !(there ? check_settings(log, settings, error) : check_beginning(log, error)))
             goto fail;
     }
     if (!there &&
