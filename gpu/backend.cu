@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* The CUDA backend's operations. */
 #include "attention.h"
+#include "decode.h"
 #include "factorize.h"
 #include "store.h"
 
@@ -340,6 +341,9 @@ static pkv_status step_replay(struct backend *backend)
     if (!backend->captured)
         return fail(backend->message, PKV_ERROR_ARGUMENT,
                     "step: no graph was captured since the plan has its place");
+    if (!decode_fits(backend))
+        return fail(backend->message, PKV_ERROR_ARGUMENT,
+                    "step: its items share pages and have too many together for a graph");
     return PKV_OK;
 }
 

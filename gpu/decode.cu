@@ -27,6 +27,8 @@
 #define LENGTH      32 /* P */
 #define HEADS       8  /* columns of B and C */
 
+#define MAX_ITEMS 65535 /* of a launch */
+
 /* States whose weights are worked out at once. */
 #define MERGED_AT_ONCE 32
 
@@ -35,7 +37,7 @@
 
 struct decode_views {
     struct layer_view layer;
-    struct plan_view plan;
+    const struct plan_view *plan;
     pkv_input q, k, v;
     pkv_output out;
     float *lse;
@@ -585,7 +587,7 @@ __device__ static void attend_warp(const struct decode_views *a, const struct de
     const unsigned lane = threadIdx.x % 32;
     const unsigned g = lane / 4, t = lane % 4;
     const size_t first = (size_t)blockIdx.x * BLOCK_PAGES + threadIdx.x / 32 * WARP_PAGES;
-    const struct page *table = a->plan.tables + item->first_page + first;
+    const struct page *table = a->plan->tables + item->first_page + first;
     const float scale = shared[shared_places<D>::scale + g];
     unsigned tokens = 0; /* of the warp's pages that are left */
     struct split_b q[D / TILE];
@@ -813,12 +815,12 @@ __global__ static void __launch_bounds__(THREADS, 3) attend_decode(struct decode
 {
     PKV_SHARED(float, shared);
     const size_t number = a.first_item + blockIdx.z;
-    const struct device_item *item = &a.plan.items[number];
+    const struct device_item *item = &a.plan->items[number];
     const unsigned kv_head = blockIdx.y;
     const unsigned group = a.layer.query_heads / a.layer.kv_heads;
     const size_t blocks = blocks_of_item(item->tokens);
     const size_t before = first_block(number, item->first_page) -
-                          first_block(a.first_item, a.plan.items[a.first_item].first_page);
+                          first_block(a.first_item, a.plan->items[a.first_item].first_page);
     const size_t stride = group * (D + 2);
     float *states = a.states + (before * a.layer.kv_heads + kv_head * blocks) * stride;
     unsigned *last = (unsigned *)(void *)(shared + shared_places<D>::last);
@@ -868,7 +870,7 @@ static size_t most_items(const struct backend *backend)
 pkv_status decode_open(struct backend *backend)
 {
     const struct geometry *geometry = backend->geometry;
-    const size_t blocks = backend->capacity.max_tokens / (BLOCK_PAGES * LENGTH) + 1;
+    const size_t pages = backend->capacity.max_tokens / LENGTH;
     size_t arrivals_bytes;
     bool any = false;
     pkv_status status;
@@ -877,7 +879,9 @@ pkv_status decode_open(struct backend *backend)
         any = any || store_layer(backend, layer).fragments;
     if (!any)
         return PKV_OK;
-    if (__builtin_add_overflow(blocks, most_items(backend), &backend->decode_blocks) ||
+    if (__builtin_add_overflow(pages, most_items(backend), &backend->decode_blocks) ||
+        __builtin_add_overflow(backend->decode_blocks / BLOCK_PAGES + 1, most_items(backend),
+                               &backend->decode_blocks) ||
         __builtin_mul_overflow(backend->decode_blocks, state_bytes(geometry),
                                &backend->decode_states_bytes) ||
         __builtin_mul_overflow(most_items(backend), geometry->kv_heads * sizeof(unsigned),
@@ -920,6 +924,17 @@ static void launch(const struct decode_views *a, dim3 grid, cudaStream_t stream)
         PKV_LAUNCH((attend_decode<D, DTYPE, false, false>), grid, THREADS, bytes, stream, *a);
 }
 
+bool decode_fits(const struct backend *backend)
+{
+    const struct backend_plan *plan = &backend->step.plan;
+    size_t pages = 0;
+
+    for (size_t i = 0; i < plan->n_items; i++)
+        pages += pages_count(&backend->geometry->policy, plan->items[i].tokens);
+    return !backend->decode_states || (plan->n_items <= MAX_ITEMS &&
+                                       first_block(plan->n_items, pages) <= backend->decode_blocks);
+}
+
 pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
     const struct backend_plan *plan = &backend->step.plan;
@@ -927,7 +942,7 @@ pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *
     size_t item = 0;
 
     a.layer = store_layer(backend, layer);
-    a.plan = backend->step.view;
+    a.plan = gpu_plan(backend);
     a.q = io->q;
     a.k = io->k;
     a.v = io->v;
@@ -935,6 +950,9 @@ pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *
     a.lse = io->lse;
     a.states = backend->decode_states;
     a.arrivals = backend->decode_arrivals;
+    if (backend->step.capturing && !decode_fits(backend))
+        return fail(backend->message, PKV_ERROR_ARGUMENT,
+                    "stream: it is being captured; items that share pages have too many together");
     while (item < plan->n_items) {
         size_t pages = 0, blocks = 1;
         dim3 grid;
@@ -947,10 +965,12 @@ pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *
             pages += pages_count(&backend->geometry->policy, plan->items[item].tokens);
             item++;
         } while (
-            item < plan->n_items && item - a.first_item < 65535 &&
+            item < plan->n_items && item - a.first_item < MAX_ITEMS &&
             first_block(item - a.first_item + 2, pages + pages_count(&backend->geometry->policy,
                                                                      plan->items[item].tokens)) <=
                 backend->decode_blocks);
+        if (backend->step.capturing)
+            blocks = blocks_of_item(backend->capacity.max_tokens);
         grid = dim3((unsigned)blocks, a.layer.kv_heads, (unsigned)(item - a.first_item));
         if (a.layer.d == 64 && a.layer.dtype == PKV_F16)
             launch<64, PKV_F16>(&a, grid, backend->stream);

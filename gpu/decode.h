@@ -10,7 +10,11 @@
 pkv_status decode_open(struct backend *backend);
 void decode_close(struct backend *backend);
 
-/* Queues the attention of a layer with fragments for the items of one new token alone. */
+/* Whether one launch has room for the open step, whose items may share pages: a graph's has to. */
+bool decode_fits(const struct backend *backend);
+
+/* Queues the attention of a layer with fragments for the items of one new token alone. While the
+ * stream is captured, of any tokens that they may have; the step must fit. */
 pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *io);
 
 #endif

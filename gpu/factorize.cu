@@ -4,8 +4,12 @@
  * cpu/solver.h tells, so that factors have the bits of every other backend. This file is built
  * without contraction, approximation and flush-to-zero.
  *
- * A block works on one problem: K or V of one page and head. Its threads share what may be done in
- * any order, and every sum is one thread's. Everything lies in global memory; any P, d and rank do.
+ * A problem is K or V of one page and head. Where the layer's pages are in the order for tensor
+ * cores, so P is 32, three kernels follow each other: a warp a problem makes it tridiagonal, a
+ * thread a problem finds the eigenvalues and logs the rotations, and half a warp a problem, a lane
+ * a column of L, makes the factors. Elsewhere a block works on one problem in global memory; any P,
+ * d and rank do. In both, threads share what may be done in any order, and every sum is one
+ * thread's.
  */
 #include "factorize.h"
 
@@ -26,8 +30,10 @@ extern "C" {
 #include "solver_steps.h"
 }
 
-/* Scratch of all problems that are worked on at once, unless one takes more. */
-#define SCRATCH_BYTES ((size_t)8 << 20)
+/* Scratch of all problems that are worked on at once, unless one takes more: of the plain kernel,
+ * and of the others, of which one gives each problem a thread alone. */
+#define SCRATCH_BYTES       ((size_t)8 << 20)
+#define BATCH_SCRATCH_BYTES ((size_t)128 << 20)
 
 /* Of one problem, offsets in floats; a matrix is row-major. */
 struct scratch_layout {
@@ -39,12 +45,10 @@ struct scratch_layout {
     size_t order;    /* [P]: how many eigenvalues come before this one */
     size_t product;  /* [P]: A v */
     size_t log;      /* c and s of each rotation */
-    size_t begin;    /* [cap]: rows of a sweep, and its first rotation */
-    size_t end;
-    size_t first;
-    size_t left;  /* [P, r] */
-    size_t right; /* [r, d] */
-    size_t norm;  /* [r], or the roots of INT4 */
+    size_t rows;     /* [cap]: first and last row of each sweep */
+    size_t left;     /* [P, r] */
+    size_t right;    /* [r, d] */
+    size_t norm;     /* [r], or the roots of INT4 */
     size_t floats;
 };
 
@@ -70,9 +74,7 @@ EVERYWHERE struct scratch_layout scratch_layout_of(size_t length, size_t d, size
     layout.order = take_floats(&layout.floats, length);
     layout.product = take_floats(&layout.floats, length);
     layout.log = take_floats(&layout.floats, 2 * solver_rotations(length));
-    layout.begin = take_floats(&layout.floats, cap);
-    layout.end = take_floats(&layout.floats, cap);
-    layout.first = take_floats(&layout.floats, cap);
+    layout.rows = take_floats(&layout.floats, cap);
     layout.left = take_floats(&layout.floats, length * rank);
     layout.right = take_floats(&layout.floats, rank * d);
     layout.norm = take_floats(&layout.floats, rank);
@@ -99,7 +101,17 @@ struct problem {
     unsigned length;
     unsigned d;
     float *x, *gram, *inverse, *diagonal, *off, *product, *log, *left, *right, *norm;
-    uint32_t *order, *begin, *end, *first;
+    uint32_t *order, *rows;
+};
+
+/* T and what makes it diagonal, of one problem; elements lie `stride` apart, and so do pairs. */
+struct tridiagonal {
+    float *diagonal, *off; /* [P] */
+    size_t stride;
+    float *log;     /* c and s of each rotation */
+    uint32_t *rows; /* of each sweep: first row << 16 | last row */
+    size_t log_stride;
+    unsigned length;
 };
 
 /* ---- The solver ---- */
@@ -233,14 +245,14 @@ __device__ static void tridiagonalise(const struct problem *p, float *shared)
 }
 
 /* What an element of `off` counts as 0 up to. */
-__device__ static float tolerance_of(const struct problem *p)
+__device__ static float tolerance_of(const struct tridiagonal *t)
 {
     float norm = 0.0f;
     float before = 0.0f;
 
-    for (unsigned i = 0; i < p->length; i++) {
-        const float after = fabsf(p->off[i]);
-        const float sum = fabsf(p->diagonal[i]) + (before + after);
+    for (unsigned i = 0; i < t->length; i++) {
+        const float after = fabsf(t->off[i * t->stride]);
+        const float sum = fabsf(t->diagonal[i * t->stride]) + (before + after);
 
         norm = norm < sum ? sum : norm;
         before = after;
@@ -249,68 +261,69 @@ __device__ static float tolerance_of(const struct problem *p)
 }
 
 /* The first row from `row` on whose element of `off` counts as 0. */
-__device__ static unsigned block_end(const struct problem *p, unsigned row, float tolerance)
+__device__ static unsigned block_end(const struct tridiagonal *t, unsigned row, float tolerance)
 {
-    while (row + 1 < p->length && !(fabsf(p->off[row]) <= tolerance))
+    while (row + 1 < t->length && !(fabsf(t->off[row * t->stride]) <= tolerance))
         row++;
     return row;
 }
 
-/* One sweep over rows l .. m. Returns the row that the next one may end at. */
-__device__ static unsigned sweep_rows(const struct problem *p, unsigned l, unsigned m,
-                                      float tolerance, float *log)
+/* One sweep over rows l .. m, whose first rotation is number `logged`. Returns the row that the
+ * next one may end at. */
+__device__ static unsigned sweep_rows(const struct tridiagonal *t, unsigned l, unsigned m,
+                                      float tolerance, unsigned logged)
 {
-    float *d = p->diagonal;
-    float *e = p->off;
+    const size_t stride = t->stride;
+    float *d = t->diagonal;
+    float *e = t->off;
     struct solver_sweep sweep;
     unsigned small = m;
 
-    solver_shift(d[l], d[l + 1], d[m], e[l], &sweep);
+    solver_shift(d[l * stride], d[(l + 1) * stride], d[m * stride], e[l * stride], &sweep);
     for (unsigned i = m; i-- > l;) {
+        float *log = t->log + 2 * (logged + (m - 1 - i)) * t->log_stride;
         float e_next;
 
-        solver_rotation(d[i], &d[i + 1], e[i], &e_next, &sweep);
-        log[2 * (i - l)] = sweep.c;
-        log[2 * (i - l) + 1] = sweep.s;
-        e[i + 1] = e_next;
+        solver_rotation(d[i * stride], &d[(i + 1) * stride], e[i * stride], &e_next, &sweep);
+        log[0] = sweep.c;
+        log[1] = sweep.s;
+        e[(i + 1) * stride] = e_next;
         if (i + 1 < m && !(tolerance < e_next))
             small = i + 1;
     }
-    d[l] -= sweep.p;
-    e[l] = sweep.g;
-    e[m] = 0.0f;
+    d[l * stride] -= sweep.p;
+    e[l * stride] = sweep.g;
+    e[m * stride] = 0.0f;
     return small;
 }
 
 /* T = Y D Y^T by one thread: D in `diagonal`, and the log of Y's rotations. Returns the number of
  * sweeps; *capped tells whether the page was left as it was at the cap. */
-__device__ static unsigned diagonalise(const struct problem *p, bool *capped)
+__device__ static unsigned diagonalise(const struct tridiagonal *t, unsigned *logged, bool *capped)
 {
-    const float tolerance = tolerance_of(p);
+    const float tolerance = tolerance_of(t);
     unsigned sweeps = 0;
-    unsigned logged = 0;
     unsigned l = 0;
-    unsigned m = block_end(p, 0, tolerance);
+    unsigned m = block_end(t, 0, tolerance);
 
+    *logged = 0;
     *capped = false;
     for (;;) {
-        if (l < m && fabsf(p->off[l]) <= tolerance)
+        if (l < m && fabsf(t->off[l * t->stride]) <= tolerance)
             l++;
-        while (l == m && l < p->length) {
+        while (l == m && l < t->length) {
             l++;
-            m = l < p->length ? block_end(p, l, tolerance) : l;
+            m = l < t->length ? block_end(t, l, tolerance) : l;
         }
-        if (l >= p->length)
+        if (l >= t->length)
             return sweeps;
         if (sweeps == solver_sweep_cap(l)) {
             *capped = true;
             return sweeps;
         }
-        p->begin[sweeps] = l;
-        p->end[sweeps] = m;
-        p->first[sweeps] = logged;
-        logged += m - l;
-        m = sweep_rows(p, l, m, tolerance, p->log + 2 * p->first[sweeps]);
+        t->rows[sweeps * t->log_stride] = l << 16 | m;
+        *logged += m - l;
+        m = sweep_rows(t, l, m, tolerance, *logged - (m - l));
         sweeps++;
     }
 }
@@ -333,7 +346,8 @@ __device__ static void sort(const struct problem *p)
 
 /* Column c of L = Q Y: the log backwards on a unit vector, then the reflections; of length 1, its
  * entry of largest magnitude positive. */
-__device__ static void make_column(const struct problem *p, unsigned sweeps, unsigned c)
+__device__ static void make_column(const struct problem *p, unsigned sweeps, unsigned logged,
+                                   unsigned c)
 {
     const unsigned ld = p->rank;
     float *left = p->left + c;
@@ -344,19 +358,19 @@ __device__ static void make_column(const struct problem *p, unsigned sweeps, uns
     for (unsigned i = 0; i < p->length; i++)
         left[i * ld] = p->order[i] == c ? 1.0f : 0.0f;
     for (unsigned t = sweeps; t-- > 0;) {
-        const unsigned begin = p->begin[t];
-        const float *log = p->log + 2 * p->first[t];
+        const unsigned begin = p->rows[t] >> 16;
+        const unsigned end = p->rows[t] & 0xffff;
         float upper = left[begin * ld];
 
-        for (unsigned i = begin; i < p->end[t]; i++) {
-            const float cosine = log[2 * (i - begin)];
-            const float sine = log[2 * (i - begin) + 1];
+        for (unsigned i = begin; i < end; i++) {
+            const float cosine = p->log[2 * --logged];
+            const float sine = p->log[2 * logged + 1];
             const float next = left[(i + 1) * ld];
 
             left[i * ld] = __fmaf_rn(cosine, upper, sine * next);
             upper = __fmaf_rn(-sine, upper, cosine * next);
         }
-        left[p->end[t] * ld] = upper;
+        left[end * ld] = upper;
     }
     for (unsigned k = 1; k < p->length; k++) {
         const float *v = p->gram + triangle(k);
@@ -529,9 +543,7 @@ __device__ static struct problem problem_at(const struct layer_view *layer,
     p.order = (uint32_t *)(void *)(scratch + layout.order);
     p.product = scratch + layout.product;
     p.log = scratch + layout.log;
-    p.begin = (uint32_t *)(void *)(scratch + layout.begin);
-    p.end = (uint32_t *)(void *)(scratch + layout.end);
-    p.first = (uint32_t *)(void *)(scratch + layout.first);
+    p.rows = (uint32_t *)(void *)(scratch + layout.rows);
     p.left = scratch + layout.left;
     p.right = scratch + layout.right;
     p.norm = scratch + layout.norm;
@@ -544,7 +556,7 @@ __global__ static void factorize_problems(struct layer_view layer, const struct 
                                           float *scratch, size_t scratch_floats, unsigned rank_max,
                                           struct layer_faults *faults, struct device_report *report)
 {
-    PKV_SHARED(float, shared); /* a number for each thread, then one for the block */
+    PKV_SHARED(float, shared); /* a number for each thread, then two for the block */
     const size_t number = first_problem + blockIdx.x;
 
     if (number >= plan->n_factor * layer.kv_heads * 2)
@@ -552,26 +564,436 @@ __global__ static void factorize_problems(struct layer_view layer, const struct 
 
     const struct problem p =
         problem_at(&layer, plan, number, scratch + blockIdx.x * scratch_floats, rank_max);
-    uint32_t *sweeps = (uint32_t *)(void *)(shared + blockDim.x);
+    uint32_t *sweeps = (uint32_t *)(void *)(shared + blockDim.x); /* and rotations */
     const int exponent = load_page(&layer, &p, p.is_key ? &k : &v, shared);
 
     gram_matrix(&p);
     tridiagonalise(&p, shared);
     if (threadIdx.x == 0) {
+        const struct tridiagonal t = {p.diagonal, p.off, 1, p.log, p.rows, 1, p.length};
         bool capped;
 
-        *sweeps = diagonalise(&p, &capped);
+        sweeps[0] = diagonalise(&t, &sweeps[1], &capped);
         if (capped)
             atomicAdd(&report->capped_pages, 1ull);
     }
     __syncthreads();
     sort(&p);
     for (unsigned c = threadIdx.x; c < p.rank; c += blockDim.x)
-        make_column(&p, *sweeps, c);
+        make_column(&p, sweeps[0], sweeps[1], c);
     __syncthreads();
     project(&p, exponent);
     if (!put_factors(&layer, &p))
         atomicMin(&faults->factor, (unsigned long long)number);
+}
+
+/* ---- Pages of 32 tokens ---- */
+
+#define LENGTH       32
+#define MOST_RANK    TILE
+#define WARPS        4            /* of a block that makes problems tridiagonal */
+#define GRAM_STRIDE  (LENGTH + 1) /* in shared memory */
+#define STAGE_STRIDE (LENGTH + 4) /* of X^T there, STAGE elements of rows at once */
+#define STAGE        32
+#define GRAM_FLOATS  (LENGTH * (LENGTH + 1) / 2)
+#define QL_THREADS   128
+#define X_COLUMNS    16 /* of X at once, for R */
+
+/* Scratch of the problems of a launch, `n` of them: numbers of a problem that one thread works on
+ * lie n apart. */
+struct batch {
+    size_t first; /* problem */
+    size_t n;
+    float *diagonal, *off, *inverse; /* [32][n] */
+    float *gram;                     /* [n][GRAM_FLOATS] */
+    float *log;                      /* [rotation][n] pairs */
+    uint32_t *rows;                  /* [sweep][n] */
+    uint32_t *sweeps, *logged;       /* [n] */
+    int *exponent;                   /* [n] */
+};
+
+EVERYWHERE size_t batch_floats(size_t n)
+{
+    return n * (3 * LENGTH + GRAM_FLOATS + 2 * solver_rotations(LENGTH) +
+                solver_sweep_cap(LENGTH - 1) + 1 + 3);
+}
+
+static struct batch divide_batch(float *scratch, size_t first, size_t n)
+{
+    struct batch batch;
+
+    batch.first = first;
+    batch.n = n;
+    batch.log = scratch; /* pairs first: they are aligned */
+    batch.diagonal = batch.log + 2 * solver_rotations(LENGTH) * n;
+    batch.off = batch.diagonal + LENGTH * n;
+    batch.inverse = batch.off + LENGTH * n;
+    batch.gram = batch.inverse + LENGTH * n;
+    batch.rows = (uint32_t *)(void *)(batch.gram + GRAM_FLOATS * n);
+    batch.sweeps = batch.rows + (solver_sweep_cap(LENGTH - 1) + 1) * n;
+    batch.logged = batch.sweeps + n;
+    batch.exponent = (int *)(void *)(batch.logged + n);
+    return batch;
+}
+
+/* A graph's launch is for as many problems as there may be. */
+__device__ static bool is_there(const struct layer_view *layer, const struct plan_view *plan,
+                                const struct batch *batch, size_t at)
+{
+    return at < batch->n && batch->first + at < plan->n_factor * layer->kv_heads * 2;
+}
+
+/* Which problem it is, without its scratch. */
+__device__ static struct problem problem_of(const struct layer_view *layer,
+                                            const struct plan_view *plan, size_t number)
+{
+    struct problem p = {};
+
+    p.job = plan->factor_jobs[number / (2 * layer->kv_heads)];
+    p.head = (unsigned)(number / 2 % layer->kv_heads);
+    p.is_key = number % 2 == 0;
+    p.rank = p.is_key ? layer->rank_k : layer->rank_v;
+    p.length = LENGTH;
+    p.d = layer->d;
+    return p;
+}
+
+__device__ static float scaled(float x, int exponent)
+{
+    if (exponent < -126)
+        return x * solver_scale_down(exponent) * solver_scale_down_more(exponent);
+    return exponent != 0 ? x * solver_scale_down(exponent) : x;
+}
+
+/* Sum over j < n of a[j] b[j] in four chains, by each lane. */
+__device__ static float dot_of_warp(unsigned n, const float *a, const float *b)
+{
+    float sum = 0.0f;
+
+    for (unsigned j = threadIdx.x % 4; j < n; j += 4)
+        sum = __fmaf_rn(a[j], b[j], sum);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    return sum;
+}
+
+/* Lower triangle of G = X X^T; a lane has 4 rows and 8 columns of G. Returns X's exponent. */
+__device__ static int gram_of_warp(const struct layer_view *layer, const struct problem *p,
+                                   const pkv_input *input, float *stage, float *gram)
+{
+    const unsigned lane = threadIdx.x % 32;
+    const unsigned row = lane / 4 * 4, column = lane % 4 * 8;
+    float sums[4][8] = {};
+    unsigned most = 0;
+    int exponent;
+
+    for (unsigned n = lane; n < LENGTH * p->d; n += 32) {
+        const unsigned bits =
+            f32_bits(page_element(layer, p, input, n / p->d, n % p->d)) & 0x7fffffffu;
+
+        most = bits > most ? bits : most;
+    }
+    exponent = solver_exponent(f32_from_bits(__reduce_max_sync(0xffffffffu, most)));
+    for (unsigned first = 0; first < p->d; first += STAGE) {
+        __syncwarp();
+        for (unsigned t = 0; t < LENGTH; t++)
+            stage[lane * STAGE_STRIDE + t] =
+                scaled(page_element(layer, p, input, t, first + lane), exponent);
+        __syncwarp();
+        for (unsigned k = 0; k < STAGE; k++) {
+            const float *x = stage + k * STAGE_STRIDE;
+
+            UNROLL
+            for (unsigned i = 0; i < 4; i++) {
+                UNROLL
+                for (unsigned j = 0; j < 8; j++)
+                    sums[i][j] = __fmaf_rn(x[row + i], x[column + j], sums[i][j]);
+            }
+        }
+    }
+    UNROLL
+    for (unsigned i = 0; i < 4; i++) {
+        UNROLL
+        for (unsigned j = 0; j < 8; j++)
+            if (column + j <= row + i)
+                gram[(row + i) * GRAM_STRIDE + column + j] = sums[i][j];
+    }
+    __syncwarp();
+    return exponent;
+}
+
+/* A warp a problem, a lane a row. */
+__global__ static void __launch_bounds__(32 * WARPS)
+    tridiagonalise_pages(struct layer_view layer, const struct plan_view *plan, pkv_input k,
+                         pkv_input v, struct batch batch)
+{
+    PKV_SHARED(float, shared);
+    const unsigned lane = threadIdx.x % 32;
+    const size_t at = blockIdx.x * WARPS + threadIdx.x / 32;
+    float *stage = shared + threadIdx.x / 32 * (STAGE * STAGE_STRIDE + LENGTH * GRAM_STRIDE);
+    float *gram = stage + STAGE * STAGE_STRIDE;
+    float *product = stage; /* once X is not needed */
+    struct problem p;
+    pkv_input input;
+    int exponent;
+
+    if (!is_there(&layer, plan, &batch, at))
+        return;
+    p = problem_of(&layer, plan, batch.first + at);
+    input = p.is_key ? k : v;
+    exponent = gram_of_warp(&layer, &p, &input, stage, gram);
+    if (lane == 0)
+        batch.exponent[at] = exponent;
+    for (unsigned i = LENGTH - 1; i > 0; i--) {
+        float *row = gram + i * GRAM_STRIDE; /* v of the reflection */
+        float *mine = gram + lane * GRAM_STRIDE;
+        const float rest = dot_of_warp(i - 1, row, row);
+        float last, e, inverse, kappa, x, a = 0.0f;
+
+        solver_reflection(rest, row[i - 1], &last, &e, &inverse);
+        __syncwarp();
+        if (lane == 0) {
+            batch.diagonal[i * batch.n + at] = row[i];
+            batch.off[(i - 1) * batch.n + at] = e;
+            batch.inverse[i * batch.n + at] = inverse;
+            row[i - 1] = last;
+        }
+        __syncwarp();
+        x = row[lane < i ? lane : 0];
+        for (unsigned n = 0; n < i; n++)
+            a = __fmaf_rn(n <= lane ? mine[n] : gram[n * GRAM_STRIDE + lane], row[n], a);
+        a *= inverse;
+        product[lane] = a;
+        __syncwarp();
+        kappa = -0.5f * (dot_of_warp(i, row, product) * inverse);
+        a = __fmaf_rn(kappa, x, a);
+        __syncwarp();
+        product[lane] = a;
+        __syncwarp();
+        for (unsigned n = 0; n <= lane && lane < i; n++)
+            mine[n] = __fmaf_rn(-x, product[n], __fmaf_rn(-a, row[n], mine[n]));
+        __syncwarp();
+    }
+    if (lane == 0) {
+        batch.diagonal[at] = gram[0];
+        batch.off[(LENGTH - 1) * batch.n + at] = 0.0f;
+    }
+    for (unsigned i = 1; i < LENGTH; i++)
+        if (lane < i)
+            batch.gram[at * GRAM_FLOATS + triangle(i) + lane] = gram[i * GRAM_STRIDE + lane];
+}
+
+/* A thread a problem. */
+__global__ static void __launch_bounds__(QL_THREADS)
+    diagonalise_pages(struct layer_view layer, const struct plan_view *plan, struct batch batch,
+                      struct device_report *report)
+{
+    PKV_SHARED(float, shared);
+    const size_t at = (size_t)blockIdx.x * QL_THREADS + threadIdx.x;
+    struct tridiagonal t;
+    unsigned logged;
+    bool capped;
+
+    if (!is_there(&layer, plan, &batch, at))
+        return;
+    t.diagonal = shared + threadIdx.x;
+    t.off = t.diagonal + LENGTH * QL_THREADS;
+    t.stride = QL_THREADS;
+    t.log = batch.log + 2 * at;
+    t.rows = batch.rows + at;
+    t.log_stride = batch.n;
+    t.length = LENGTH;
+    for (unsigned i = 0; i < LENGTH; i++) {
+        t.diagonal[i * QL_THREADS] = batch.diagonal[i * batch.n + at];
+        t.off[i * QL_THREADS] = batch.off[i * batch.n + at];
+    }
+    batch.sweeps[at] = diagonalise(&t, &logged, &capped);
+    batch.logged[at] = logged;
+    for (unsigned i = 0; i < LENGTH; i++)
+        batch.diagonal[i * batch.n + at] = t.diagonal[i * QL_THREADS];
+    if (capped)
+        atomicAdd(&report->capped_pages, 1ull);
+}
+
+/* What a block of one warp has in shared memory, in floats: of K's problem, then of V's. */
+struct factor_places {
+    unsigned columns; /* [32][32 lanes], then L [2][32 * 16] */
+    unsigned x;       /* [2][32][X_COLUMNS] */
+    unsigned values;  /* [2][32], eigenvalues */
+    unsigned order;   /* [2][32] */
+    unsigned norm;    /* [2][16] */
+    unsigned right;   /* [2][16 * d] */
+    unsigned floats;
+};
+
+EVERYWHERE struct factor_places factor_places_of(unsigned d)
+{
+    struct factor_places places;
+
+    places.columns = 0;
+    places.x = places.columns + LENGTH * 32;
+    places.values = places.x + 2 * LENGTH * X_COLUMNS;
+    places.order = places.values + 2 * LENGTH;
+    places.norm = places.order + 2 * LENGTH;
+    places.right = places.norm + 2 * MOST_RANK;
+    places.floats = places.right + 2 * MOST_RANK * d;
+    return places;
+}
+
+/* How many eigenvalues come before each. */
+__device__ static void sort_of_warp(const float *values, uint32_t *order)
+{
+    const unsigned i = threadIdx.x;
+
+    for (unsigned h = 0; h < 2; h++) {
+        const float value = values[h * LENGTH + i];
+        uint32_t before = 0;
+
+        for (unsigned j = 0; j < LENGTH; j++) {
+            const float other = values[h * LENGTH + j];
+
+            before += j < i ? !(other < value) : j > i && value < other;
+        }
+        order[h * LENGTH + i] = before;
+    }
+}
+
+/* The lane's column of L, `stride` apart, before it has its length. */
+__device__ static void make_column_of_lane(const struct batch *batch, size_t at, float *column)
+{
+    const unsigned stride = 32;
+    const float *v = batch->gram + at * GRAM_FLOATS;
+    unsigned t = batch->sweeps[at];
+    unsigned logged = batch->logged[at];
+    unsigned i = 0, end = 0;
+
+    while (logged > 0) {
+        const float *log;
+        float upper, next;
+
+        if (i == end) {
+            const uint32_t rows = batch->rows[--t * batch->n + at];
+
+            i = rows >> 16;
+            end = rows & 0xffff;
+        }
+        log = batch->log + 2 * (--logged * batch->n + at);
+        upper = column[i * stride];
+        next = column[(i + 1) * stride];
+        column[i * stride] = __fmaf_rn(log[0], upper, log[1] * next);
+        column[(i + 1) * stride] = __fmaf_rn(-log[1], upper, log[0] * next);
+        i++;
+    }
+    for (unsigned k = 1; k < LENGTH; k++) {
+        float w = 0.0f;
+
+        v += k; /* row k of the triangle */
+        for (unsigned j = 0; j < k; j++)
+            w = __fmaf_rn(v[j], column[j * stride], w);
+        w = -(w * batch->inverse[k * batch->n + at]);
+        for (unsigned j = 0; j < k; j++)
+            column[j * stride] = __fmaf_rn(v[j], w, column[j * stride]);
+    }
+}
+
+/* Of length 1, its entry of largest magnitude positive. */
+__device__ static void finish_column(const float *column, float left[LENGTH])
+{
+    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float most = 0.0f;
+    float square, factor;
+
+    UNROLL
+    for (unsigned i = 0; i < LENGTH; i++) {
+        left[i] = column[i * 32];
+        s[i % 4] = __fmaf_rn(left[i], left[i], s[i % 4]);
+        most = fabsf(most) < fabsf(left[i]) ? left[i] : most;
+    }
+    square = (s[0] + s[1]) + (s[2] + s[3]);
+    factor = 0.0f < square ? copysignf(1.0f / __fsqrt_rn(square), most) : 0.0f;
+    UNROLL
+    for (unsigned i = 0; i < LENGTH; i++)
+        left[i] = left[i] * factor + 0.0f;
+}
+
+/* A warp, which is a block, for K and V of a page and head. */
+__global__ static void __launch_bounds__(32)
+    make_factors(struct layer_view layer, const struct plan_view *plan, pkv_input k, pkv_input v,
+                 struct batch batch, struct layer_faults *faults)
+{
+    PKV_SHARED(float, shared);
+    const struct factor_places places = factor_places_of(layer.d);
+    const unsigned lane = threadIdx.x;
+    const unsigned h = lane / 16, c = lane % 16;
+    const size_t pair = 2 * (size_t)blockIdx.x;
+    const unsigned rank = h == 0 ? layer.rank_k : layer.rank_v;
+    uint32_t *order = (uint32_t *)(void *)(shared + places.order);
+    float *column = shared + places.columns + lane;
+    float *right = shared + places.right + h * MOST_RANK * layer.d;
+    float left[LENGTH], s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float norm, largest, up;
+
+    if (!is_there(&layer, plan, &batch, pair))
+        return;
+    up = solver_scale_up(batch.exponent[pair + h]);
+    for (unsigned n = 0; n < 2; n++)
+        shared[places.values + n * LENGTH + lane] = batch.diagonal[lane * batch.n + pair + n];
+    __syncthreads();
+    sort_of_warp(shared + places.values, order);
+    __syncthreads();
+    for (unsigned i = 0; i < LENGTH; i++)
+        column[i * 32] = order[h * LENGTH + i] == c ? 1.0f : 0.0f;
+    make_column_of_lane(&batch, pair + h, column);
+    finish_column(column, left);
+    __syncthreads();
+    UNROLL
+    for (unsigned i = 0; i < LENGTH; i++)
+        if (c < rank)
+            shared[places.columns + h * LENGTH * MOST_RANK + i * rank + c] = left[i];
+    for (unsigned first = 0; first < layer.d; first += X_COLUMNS) {
+        __syncthreads();
+        for (unsigned n = 0; n < 2; n++) {
+            const struct problem p = problem_of(&layer, plan, batch.first + pair + n);
+            const pkv_input input = p.is_key ? k : v;
+            const int e = batch.exponent[pair + n];
+
+            for (unsigned i = lane; i < LENGTH * X_COLUMNS; i += 32)
+                shared[places.x + n * LENGTH * X_COLUMNS + i] = scaled(
+                    page_element(&layer, &p, &input, i / X_COLUMNS, first + i % X_COLUMNS), e);
+        }
+        __syncthreads();
+        UNROLL
+        for (unsigned i = 0; i < X_COLUMNS; i++) {
+            const float *x = shared + places.x + h * LENGTH * X_COLUMNS + i;
+            float sum = 0.0f;
+
+            UNROLL
+            for (unsigned t = 0; t < LENGTH; t++)
+                sum = __fmaf_rn(x[t * X_COLUMNS], left[t], sum);
+            s[i % 4] = __fmaf_rn(sum, sum, s[i % 4]);
+            right[c * layer.d + first + i] = sum;
+        }
+    }
+    norm = (s[0] + s[1]) + (s[2] + s[3]);
+    largest = c < rank && norm > 0.0f ? norm : 0.0f;
+    for (unsigned i = 1; i < 16; i *= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, largest, i);
+
+        largest = other > largest ? other : largest;
+    }
+    for (unsigned i = 0; i < layer.d; i++)
+        right[c * layer.d + i] =
+            norm <= SOLVER_NOISE * largest ? 0.0f : right[c * layer.d + i] * up + 0.0f;
+    __syncthreads();
+    for (unsigned n = 0; n < 2; n++) {
+        struct problem p = problem_of(&layer, plan, batch.first + pair + n);
+
+        p.left = shared + places.columns + n * LENGTH * MOST_RANK;
+        p.right = shared + places.right + n * MOST_RANK * layer.d;
+        p.norm = shared + places.norm + n * MOST_RANK;
+        if (!put_factors(&layer, &p))
+            atomicMin(&faults->factor, (unsigned long long)(batch.first + pair + n));
+    }
 }
 
 /* ---- The host's side ---- */
@@ -583,13 +1005,28 @@ static size_t problem_floats(const struct geometry *geometry)
         .floats;
 }
 
-/* As many problems as a step can have at most, and no more than SCRATCH_BYTES hold: a sequence's n
- * new tokens complete up to n / P + 1 pages, and as many leave its window. */
+/* Of scratch for `problems` problems, those of layers of either kind. */
+static size_t scratch_bytes(const struct backend *backend, size_t problems)
+{
+    const size_t plain = problem_floats(backend->geometry) * sizeof(float);
+    size_t bytes = 0;
+
+    for (size_t layer = 0; layer < backend->geometry->layers; layer++) {
+        const bool batches = store_layer(backend, layer).fragments;
+        const size_t each = batches ? batch_floats(1) * sizeof(float) : plain;
+        const size_t most = (batches ? BATCH_SCRATCH_BYTES : SCRATCH_BYTES) / each;
+        const size_t n = min_size(problems, most > 1 ? most : 1);
+
+        bytes = n * each > bytes ? n * each : bytes;
+    }
+    return bytes;
+}
+
+/* For as many problems as a step can have at most, if there is room: a sequence's n new tokens
+ * complete up to n / P + 1 pages, and as many leave its window. */
 pkv_status factorize_open(struct backend *backend)
 {
     const struct geometry *geometry = backend->geometry;
-    const size_t bytes = problem_floats(geometry) * sizeof(float);
-    const size_t most = SCRATCH_BYTES / bytes > 1 ? SCRATCH_BYTES / bytes : 1;
     size_t pages = backend->capacity.max_step_tokens / geometry->policy.page_tokens;
     size_t problems;
     pkv_status status;
@@ -598,13 +1035,13 @@ pkv_status factorize_open(struct backend *backend)
         return PKV_OK;
     if (__builtin_add_overflow(pages, backend->capacity.max_sequences, &pages))
         pages = SIZE_MAX;
-    if (__builtin_mul_overflow(pages, 2 * geometry->kv_heads, &problems) || problems > most)
-        problems = most;
-    status = gpu_allocate(backend, problems * bytes, "scratch to factorize in",
+    if (__builtin_mul_overflow(pages, 2 * geometry->kv_heads, &problems))
+        problems = SIZE_MAX;
+    backend->factorize_scratch_bytes = scratch_bytes(backend, problems);
+    status = gpu_allocate(backend, backend->factorize_scratch_bytes, "scratch to factorize in",
                           (void **)&backend->factorize_scratch);
     if (status != PKV_OK)
         return status;
-    backend->factorize_problems = problems;
     backend->events = (cudaEvent_t *)memory_allocate(backend->memory, 2 * geometry->layers,
                                                      sizeof *backend->events);
     if (!backend->events)
@@ -625,8 +1062,49 @@ void factorize_close(struct backend *backend)
             if (backend->events[i])
                 cudaEventDestroy(backend->events[i]);
     memory_release(backend->memory, backend->events);
-    gpu_release(backend, backend->factorize_problems * problem_floats(geometry) * sizeof(float),
-                backend->factorize_scratch);
+    gpu_release(backend, backend->factorize_scratch_bytes, backend->factorize_scratch);
+}
+
+/* Problems `first` .. of a layer; as many as scratch has room for, and no more than `n`. Returns
+ * how many. */
+static size_t launch_problems(struct backend *backend, const struct layer_view *view,
+                              const pkv_step_io *io, size_t first, size_t n,
+                              struct layer_faults *faults)
+{
+    const struct geometry *geometry = backend->geometry;
+    const unsigned threads = gpu_threads(geometry->policy.page_tokens);
+    const size_t room =
+        backend->factorize_scratch_bytes / (problem_floats(geometry) * sizeof(float));
+
+    n = min_size(n, room);
+    PKV_LAUNCH(factorize_problems, (unsigned)n, threads, (threads + 2) * sizeof(float),
+               backend->stream, *view, gpu_plan(backend), io->k, io->v, first,
+               backend->factorize_scratch, problem_floats(geometry),
+               (unsigned)largest_rank(geometry), faults, gpu_report(backend, backend->faults));
+    return n;
+}
+
+/* The same for pages of 32 tokens, always K and V of a page. */
+static size_t launch_batch(struct backend *backend, const struct layer_view *view,
+                           const pkv_step_io *io, size_t first, size_t n,
+                           struct layer_faults *faults)
+{
+    const struct plan_view *plan = gpu_plan(backend);
+    const size_t room = backend->factorize_scratch_bytes / (batch_floats(1) * sizeof(float));
+    struct batch batch;
+
+    n = min_size(n, room / 2 * 2);
+    batch = divide_batch(backend->factorize_scratch, first, n);
+    PKV_LAUNCH(tridiagonalise_pages, (unsigned)((n + WARPS - 1) / WARPS), 32 * WARPS,
+               WARPS * (STAGE * STAGE_STRIDE + LENGTH * GRAM_STRIDE) * sizeof(float),
+               backend->stream, *view, plan, io->k, io->v, batch);
+    PKV_LAUNCH(diagonalise_pages, (unsigned)((n + QL_THREADS - 1) / QL_THREADS), QL_THREADS,
+               2 * LENGTH * QL_THREADS * sizeof(float), backend->stream, *view, plan, batch,
+               gpu_report(backend, backend->faults));
+    PKV_LAUNCH(make_factors, (unsigned)(n / 2), 32,
+               factor_places_of(view->d).floats * sizeof(float), backend->stream, *view, plan,
+               io->k, io->v, batch, faults);
+    return n;
 }
 
 pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_io *io)
@@ -637,7 +1115,6 @@ pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_i
     const size_t jobs =
         backend->step.capturing ? backend->step.view.n_items : backend->step.view.n_factor;
     const size_t total = backend->factorize_scratch ? jobs * geometry->kv_heads * 2 : 0;
-    const unsigned threads = gpu_threads(geometry->policy.page_tokens);
     pkv_status status = PKV_OK;
 
     if (total == 0)
@@ -648,16 +1125,9 @@ pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_i
                            "cannot factorize pages");
     if (status != PKV_OK)
         return status;
-    for (size_t first = 0; first < total; first += backend->factorize_problems) {
-        size_t n = total - first;
-
-        n = n < backend->factorize_problems ? n : backend->factorize_problems;
-        PKV_LAUNCH(factorize_problems, (unsigned)n, threads, (threads + 1) * sizeof(float),
-                   backend->stream, view, gpu_plan(backend), io->k, io->v, first,
-                   backend->factorize_scratch, problem_floats(geometry),
-                   (unsigned)largest_rank(geometry), backend->faults + layer,
-                   gpu_report(backend, backend->faults));
-    }
+    for (size_t first = 0; first < total;)
+        first += (view.fragments ? launch_batch : launch_problems)(
+            backend, &view, io, first, total - first, backend->faults + layer);
     status = gpu_check_launch(backend, "cannot factorize pages");
     if (status == PKV_OK && backend->step.factorized)
         status =

@@ -142,8 +142,8 @@ struct backend {
     size_t first_flight;
     size_t n_submitted;
 
-    float *factorize_scratch; /* [factorize_problems] */
-    size_t factorize_problems;
+    float *factorize_scratch;
+    size_t factorize_scratch_bytes;
     float *states; /* of attention that is split over runs */
     size_t states_bytes;
     float *decode_states; /* of blocks, see decode.cu */

@@ -135,6 +135,7 @@ AC_DEFUN([PKV_NVCC], [
         have_cuda="$NVCC$pkv_archs"
     ])
     AC_SUBST([NVCC])
+    AC_SUBST([NVCC_ARCHITECTURES], [$pkv_archs])
     AC_SUBST([NVCC_GENCODE])
 ])
 

@@ -3,6 +3,7 @@
  * tokens, and against the CPU; and that its bits are an item's alone. */
 #include "cache.h"
 #include "cuda_host/control.h"
+#include "cuda_host/operands.h"
 
 #include "tests.h" /* after message.h: see there */
 
@@ -50,7 +51,8 @@ struct rows {
     float lse[ROWS * KV_HEADS * GROUP];
 };
 
-static pkv_cache *open_cache(const struct shape *shape, size_t tokens, bool on_cpu)
+/* `stream` NULL: one of its own. */
+static pkv_cache *open_cache_on(const struct shape *shape, size_t tokens, bool on_cpu, void *stream)
 {
     pkv_config config;
     pkv_cache *cache;
@@ -69,11 +71,17 @@ static pkv_cache *open_cache(const struct shape *shape, size_t tokens, bool on_c
     config.max_tokens = tokens;
     config.max_step_tokens = ROWS;
     config.threads = 1;
+    config.stream = stream;
     config.isa = on_cpu ? "generic" : NULL; /* computes in f32 */
     tests_backend = on_cpu ? &backend_cpu : &backend_cuda;
     cache = tests_open_cache(&config);
     tests_backend = &backend_cpu;
     return cache;
+}
+
+static pkv_cache *open_cache(const struct shape *shape, size_t tokens, bool on_cpu)
+{
+    return open_cache_on(shape, tokens, on_cpu, NULL);
 }
 
 /* Row `row` of a sequence that is told from others by `seed`. */
@@ -279,6 +287,97 @@ START_TEST(forks_beyond_the_room)
 }
 END_TEST
 
+/* ---- A graph ---- */
+
+enum { GRAPH_STEPS = 40 };
+
+/* The next token of a sequence by a graph, which is captured first where there is none. */
+static void step_by_graph(pkv_cache *cache, const struct shape *shape, const struct part *part,
+                          void *stream, void **graph, struct operands *operands,
+                          const pkv_step_io *on_device, struct rows *rows)
+{
+    const pkv_step_item item = {part->seq, 1};
+    const pkv_step_io io = {.struct_size = sizeof io,
+                            .q = {rows->q, PKV_F32, 0, 0},
+                            .k = {rows->k, PKV_F32, 0, 0},
+                            .v = {rows->v, PKV_F32, 0, 0},
+                            .out = {rows->out, PKV_F32, 0, 0},
+                            .lse = rows->lse};
+    pkv_step *step;
+
+    fill_row(rows, 0, shape, part->seed, pkv_seq_tokens(part->seq));
+    operands_refresh(operands, &io);
+    ck_assert_int_eq(pkv_step_begin(cache, &item, 1, &step), PKV_OK);
+    if (*graph) {
+        ck_assert_int_eq(pkv_step_replay(step), PKV_OK);
+    } else {
+        cuda_host_begin_capture(stream);
+        ck_assert_int_eq(pkv_step_layer(step, 0, on_device), PKV_OK);
+        *graph = cuda_host_end_capture(stream);
+    }
+    cuda_host_launch_graph(*graph, stream);
+    ck_assert_int_eq(pkv_step_end(step), PKV_OK);
+    operands_fetch(operands, &io);
+}
+
+/* One graph decodes while pages are completed, become factors, and a second block begins. */
+START_TEST(by_a_graph)
+{
+    const struct shape shape = shape_of(_i);
+    void *stream = cuda_host_open_stream(0);
+    pkv_cache *cache = open_cache(&shape, 1100, false);
+    pkv_cache *other = open_cache_on(&shape, 1100, false, stream);
+    struct rows *rows = tests_allocate(1, sizeof *rows);
+    struct rows *by_graph = tests_allocate(1, sizeof *by_graph);
+    struct part part = {.seed = 5, .tokens = 1}, same = part;
+    const pkv_step_io io = {.struct_size = sizeof io,
+                            .q = {by_graph->q, PKV_F32, 0, 0},
+                            .k = {by_graph->k, PKV_F32, 0, 0},
+                            .v = {by_graph->v, PKV_F32, 0, 0},
+                            .out = {by_graph->out, PKV_F32, 0, 0},
+                            .lse = by_graph->lse};
+    pkv_step_io on_device;
+    struct operands *operands =
+        operands_upload(&io, 1, KV_HEADS * shape.group, KV_HEADS, shape.d, &on_device);
+    uint64_t digests[2];
+    void *graph = NULL;
+
+    part.seq = fill_sequence(cache, &shape, part.seed, 1000, rows);
+    ck_assert_int_eq(pkv_seq_open(other, &same.seq), PKV_OK);
+    while (pkv_seq_tokens(same.seq) < 1000) {
+        const pkv_step_item item = {same.seq, ROWS};
+        struct operands *prompt;
+        pkv_step_io prompt_io = io;
+        pkv_step *step;
+
+        for (size_t t = 0; t < ROWS; t++)
+            fill_row(by_graph, t, &shape, same.seed, pkv_seq_tokens(same.seq) + t);
+        prompt = operands_upload(&io, ROWS, KV_HEADS * shape.group, KV_HEADS, shape.d, &prompt_io);
+        prompt_io.out.data = NULL;
+        prompt_io.lse = NULL;
+        ck_assert_int_eq(pkv_step_begin(other, &item, 1, &step), PKV_OK);
+        ck_assert_int_eq(pkv_step_layer(step, 0, &prompt_io), PKV_OK);
+        ck_assert_int_eq(pkv_step_end(step), PKV_OK);
+        operands_close(prompt);
+    }
+    for (size_t i = 0; i < GRAPH_STEPS; i++) {
+        step(cache, &shape, &part, 1, true, true, rows);
+        step_by_graph(other, &shape, &same, stream, &graph, operands, &on_device, by_graph);
+        require_same_row(&shape, rows, 0, by_graph, 0);
+    }
+    ck_assert_int_eq(pkv_seq_digest(part.seq, &digests[0]), PKV_OK);
+    ck_assert_int_eq(pkv_seq_digest(same.seq, &digests[1]), PKV_OK);
+    ck_assert_uint_eq(digests[0], digests[1]);
+    pkv_cache_close(cache);
+    pkv_cache_close(other);
+    operands_close(operands);
+    cuda_host_close_graph(graph);
+    cuda_host_close_stream(stream);
+    free(rows);
+    free(by_graph);
+}
+END_TEST
+
 int main(void)
 {
     Suite *suite = suite_create("decode");
@@ -288,6 +387,7 @@ int main(void)
     tcase_add_loop_test(test, as_the_others, 0, 16);
     tcase_add_loop_test(test, alone_and_among_others, 0, 2);
     tcase_add_test(test, forks_beyond_the_room);
+    tcase_add_loop_test(test, by_a_graph, 0, 2);
     suite_add_tcase(suite, test);
     return tests_run(suite);
 }

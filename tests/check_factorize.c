@@ -545,21 +545,30 @@ END_TEST
  * on `threads`, against the CPU's plain solver. */
 START_TEST(same_bits)
 {
-    enum { MOST = 71, LENGTH = 24, DIM = 32, RANK = 5 };
+    enum { MOST = 71, WAYS = 6 };
     static const struct {
         size_t n;
         unsigned threads;
-    } ways[] = {{MOST, 1}, {MOST, 2}, {MOST, 5}, {1, 1}, {3, 2}, {17, 1}};
+    } ways[WAYS] = {{MOST, 1}, {MOST, 2}, {MOST, 5}, {1, 1}, {3, 2}, {17, 1}};
+    /* Of the last two CUDA has kernels of their own. */
+    static const struct {
+        size_t length, d, rank;
+        pkv_dtype dtype;
+    } shapes[] = {{24, 32, 5, PKV_F32}, {32, 64, 13, PKV_BF16}, {32, 128, 16, PKV_F16}};
+    const size_t length = shapes[_i / WAYS].length;
+    const size_t d = shapes[_i / WAYS].d;
+    const size_t rank = shapes[_i / WAYS].rank;
+    const pkv_dtype dtype = shapes[_i / WAYS].dtype;
     const struct backend_ops *tested = tests_backend;
     const char *isas[TESTS_ISAS];
     size_t n_isas = tests_find_isas(isas);
-    float *x = tests_allocate(MOST * LENGTH * DIM, sizeof *x);
+    float *x = tests_allocate(MOST * length * d, sizeof *x);
     struct pages all = {MOST,
-                        LENGTH,
-                        DIM,
-                        RANK,
-                        RANK,
-                        PKV_F32,
+                        length,
+                        d,
+                        rank,
+                        rank,
+                        dtype,
                         .k = x,
                         .v = x,
                         .solver = PKV_SOLVER_BATCHED,
@@ -568,26 +577,31 @@ START_TEST(same_bits)
 
     tests_seed(5);
     for (size_t i = 0; i < MOST; i++)
-        make_page((enum kind)(i % KINDS), LENGTH, DIM, 1, x + i * LENGTH * DIM);
+        make_page((enum kind)(i % KINDS), length, d,
+                  dtype == PKV_F16     ? 1.0f
+                  : i / KINDS % 3 == 0 ? 1.0f
+                  : i / KINDS % 3 == 1 ? 1e-30f
+                                       : 1e30f,
+                  x + i * length * d);
     tests_backend = &backend_cpu;
     ck_assert_int_eq(factorize(&all), PKV_OK);
     tests_backend = tested;
     for (size_t i = 0; i < n_isas; i++) {
-        size_t n = ways[_i].n;
+        size_t n = ways[_i % WAYS].n;
         size_t first = MOST - n;
         struct pages some = all;
 
         some.n = n;
-        some.k = some.v = x + first * LENGTH * DIM;
-        some.threads = ways[_i].threads;
+        some.k = some.v = x + first * length * d;
+        some.threads = ways[_i % WAYS].threads;
         some.isa = isas[i];
         ck_assert_int_eq(factorize(&some), PKV_OK);
-        require(memcmp(some.k_left, all.k_left + first * LENGTH * RANK,
-                       n * LENGTH * RANK * sizeof *x) == 0);
-        require(memcmp(some.k_right, all.k_right + first * RANK * DIM,
-                       n * RANK * DIM * sizeof *x) == 0);
-        require(memcmp(some.v_left, some.k_left, n * LENGTH * RANK * sizeof *x) == 0);
-        require(memcmp(some.v_right, some.k_right, n * RANK * DIM * sizeof *x) == 0);
+        require(memcmp(some.k_left, all.k_left + first * length * rank,
+                       n * length * rank * sizeof *x) == 0);
+        require(memcmp(some.k_right, all.k_right + first * rank * d, n * rank * d * sizeof *x) ==
+                0);
+        require(memcmp(some.v_left, some.k_left, n * length * rank * sizeof *x) == 0);
+        require(memcmp(some.v_right, some.k_right, n * rank * d * sizeof *x) == 0);
         free_factors(&some);
     }
     free_factors(&all);
@@ -885,7 +899,7 @@ static Suite *make_suite(void)
     tcase_add_loop_test(test, made_up_pages, 0, n_solvers() * KINDS);
     tcase_add_loop_test(test, largest_pages, 0, n_solvers());
     tcase_add_loop_test(test, rounded_factors, 0, n_solvers());
-    tcase_add_loop_test(test, same_bits, 0, 6);
+    tcase_add_loop_test(test, same_bits, 0, 18);
     tcase_add_loop_test(test, modes_of_the_caller, 0, n_solvers());
     tcase_add_test(test, factors_overflow);
     tcase_add_test(test, real_int4_pages);
