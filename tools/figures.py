@@ -231,7 +231,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", metavar="MODEL", help="SmolLM2, of tools/fetch-model.sh")
     parser.add_argument("groups", metavar="GROUP", nargs="*", help=f"of {', '.join(GROUPS)} (all)")
-    parser.add_argument("--build", default="build", help="where the programs are (build)")
+    parser.add_argument("--build", default=os.path.join(os.path.dirname(__file__), "..", "build"),
+                        help="where the programs are (build, beside tools)")
     parser.add_argument("--llama-bench", default=os.environ.get("LLAMA_BENCH"),
                         help="the program of tools/build-llama-bench.sh ($LLAMA_BENCH)")
     parser.add_argument("-t", "--threads", type=int, default=2, help="threads of all programs (2)")
@@ -245,6 +246,8 @@ def main():
             parser.error(f"{group}: unknown group; there are: {', '.join(GROUPS)}")
     if arguments.plot is not None and arguments.groups and "cost" not in arguments.groups:
         parser.error("--plot: draws the figures of cost")
+    if not os.path.exists(os.path.join(arguments.build, "puzzlekv-bench")):
+        parser.error(f"--build {arguments.build}: there is no puzzlekv-bench")
     if os.getloadavg()[0] > 0.5:
         print(f"figures.py: the load average is {os.getloadavg()[0]:.1f}: what else runs slows all "
               "of this, and llama.cpp, whose threads spin, the most", file=sys.stderr)

@@ -67,8 +67,10 @@ static bool check_settings(const struct task_log *log, json_t *settings, struct 
             continue;
         old = json_dumps(was, JSON_ENCODE_ANY);
         now = json_dumps(value, JSON_ENCODE_ANY);
-        jsonl_error(&log->earlier, error, "--resume: \"%s\" was %.180s, and is %.180s now", key,
-                    old != NULL ? old : "missing", now != NULL ? now : "unknown");
+        jsonl_error(
+            &log->earlier, error,
+            "--resume: \"%s\" was %.180s, and is %.180s now: give the same, or another --output",
+            key, old != NULL ? old : "missing", now != NULL ? now : "unknown");
         free(old);
         free(now);
         return false;
