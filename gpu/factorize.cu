@@ -183,7 +183,8 @@ __device__ static void gram_matrix(const struct problem *p)
     __syncthreads();
 }
 
-/* Sum over j < n of a[j] b[j] in four chains; every thread gets it. */
+/* Sum over j < n of a[j] b[j] in four chains; every thread gets it. A barrier must come before the
+ * next one. */
 __device__ static float dot(unsigned n, const float *a, const float *b, float *shared)
 {
     float sum = 0.0f;
@@ -194,9 +195,7 @@ __device__ static float dot(unsigned n, const float *a, const float *b, float *s
         shared[threadIdx.x] = sum;
     }
     __syncthreads();
-    sum = (shared[0] + shared[1]) + (shared[2] + shared[3]);
-    __syncthreads();
-    return sum;
+    return (shared[0] + shared[1]) + (shared[2] + shared[3]);
 }
 
 /* G = Q T Q^T. Row i of the triangle ends as v of the reflection that made it. */
