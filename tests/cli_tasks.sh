@@ -4,6 +4,7 @@
 set -u
 
 tool=puzzlekv-eval
+data=${PUZZLEKV_TEST_DATA:?}
 # shellcheck source=tests/cli.sh
 . "${PUZZLEKV_SOURCE:?}/tests/cli.sh"
 
@@ -21,6 +22,7 @@ refuse 2 'unexpected argument after FILE' tasks model.gguf rows.jsonl more.jsonl
 refuse 2 '--metric: "any" is not one of all, part' tasks model.gguf rows.jsonl --metric any
 refuse 2 '--max-new: "0" is not a whole number' tasks model.gguf rows.jsonl --max-new 0
 refuse 2 '--resume: continues an --output, which is missing' tasks model.gguf rows.jsonl --resume
+refuse 2 '--plot out: is the --output as well' tasks model.gguf rows.jsonl -o out --plot out
 refuse 2 '--csv, --json: give one or the other' tasks model.gguf rows.jsonl --csv --json
 refuse 2 '--ablation: "rank" is not one of ranks, ' tasks model.gguf rows.jsonl --ablation rank
 refuse 2 '--file FILE: is missing' ranks model.gguf
@@ -31,6 +33,14 @@ PATH=$work/empty "$(command -v puzzlekv-eval)" ranks model.gguf -f text --plot "
 grep -q 'gnuplot: is not installed' "$work/err" || fail "without gnuplot: $(cat "$work/err")"
 refuse 1 'No such file' generate-tasks "$work/none.gguf" --task s1 --length 900 --rows 1 \
     -o "$work/out.jsonl"
+
+# A file that is read is not written over, be it long closed.
+mkdir "$work/small"
+cat "$data/tokenizer/smollm/tokenizer.json" > "$work/small/tokenizer.json"
+refuse 1 "$work/small/tokenizer.json: is the input" generate-tasks "$work/small" --task s1 \
+    --length 400 --rows 1 -o "$work/small/tokenizer.json"
+cmp "$work/small/tokenizer.json" "$data/tokenizer/smollm/tokenizer.json" ||
+    fail 'generate-tasks wrote over the tokenizer'
 
 need_model
 
@@ -275,6 +285,22 @@ if command -v gnuplot > "$work/out"; then
     done
     grep -q 'puzzle' "$work/tasks.svg" || fail 'tasks --plot: no puzzle'
     refuse 1 'No such file' "$@" --kv raw --plot "$work/none/ppl.svg"
+    cp "$work/two.jsonl" "$work/plotted.jsonl"
+    refuse 1 "$work/plotted.jsonl: is the input" tasks "$model" "$work/plotted.jsonl" \
+        -o "$work/plotted.out" --plot "$work/plotted.jsonl"
+    cmp "$work/two.jsonl" "$work/plotted.jsonl" || fail 'tasks drew over its rows'
+    [ ! -e "$work/plotted.out" ] || fail 'a refused command left an output'
+    # A plot that cannot be written fails, but does not cost the results.
+    if [ -e /dev/full ]; then
+        puzzlekv-eval "$@" --kv raw --plot /dev/full > "$work/table" 2> "$work/err"
+        same 'status of a plot on a full disk' "$? $(wc -l < "$work/table") $(cat "$work/err")" \
+            '1 2 puzzlekv-eval: /dev/full: No space left on device'
+    fi
+    # XML is UTF-8, whatever the file is called.
+    cp "$source/COPYING" "$work/$(printf 'caf\351<')"
+    puzzlekv-eval ppl "$model" -f "$work/$(printf 'caf\351<')" --tokens 100 --prefill 98 --kv raw \
+        --plot "$work/name.svg" > "$work/out" || fail "ppl --plot: status $?"
+    grep -q 'caf?&lt;' "$work/name.svg" || fail 'a title that is not UTF-8'
 fi
 
 [ $failures -eq 0 ] || exit 1

@@ -72,7 +72,7 @@ bool eval_calibrate(const struct eval_arguments *arguments, struct error *error)
         goto out;
     }
     if (!calibration_probe_open(model, length, arguments->threads, &probe, error) ||
-        !output_file_open(&output, arguments->output, arguments->file, error))
+        !output_file_open(&output, arguments->output, error))
         goto out;
     done = output_file_close(
         &output,

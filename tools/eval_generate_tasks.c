@@ -60,7 +60,7 @@ bool eval_generate_tasks(const struct eval_arguments *arguments, struct error *e
     if (!eval_tokenizer_open(arguments, &tokenizer, error) ||
         !task_prompter_open(tokenizer, arguments->model, arguments->chat, &prompter, error))
         goto out;
-    done = output_file_open(&output, arguments->output, arguments->model, error);
+    done = output_file_open(&output, arguments->output, error);
     for (size_t i = 0; done && i < arguments->rows; i++) {
         progress_show("%zu of %zu rows", i, arguments->rows);
         done = task_row_make(arguments->task, arguments->seed, i, arguments->length, &counter, &row,

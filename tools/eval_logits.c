@@ -144,7 +144,7 @@ bool eval_logits(const struct eval_arguments *arguments, struct error *error)
     if (!eval_cache_open(arguments, model, &arguments->kv[0].spec, count - 1, arguments->prefill,
                          &cache, error))
         goto out;
-    done = output_file_open(&output, arguments->output, arguments->ids_file, error) &&
+    done = output_file_open(&output, arguments->output, error) &&
            write_rows(arguments, model, &cache, ids, count, output.file, error);
     done = output_file_close(&output, done, error);
     if (done && arguments->json)

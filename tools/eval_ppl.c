@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "options.h"
+#include "output_file.h"
 #include "plot.h"
 
 struct policy_run {
@@ -267,14 +268,14 @@ static bool report(const struct eval_arguments *arguments, const struct policy_r
 
     for (size_t i = 0; i < arguments->kv_count && done; i++)
         done = get_result(arguments, &runs[order[i]], &results[i], error);
-    if (done && arguments->plot != NULL)
-        done = draw_plot(arguments, results, error);
     if (done && arguments->json) {
         done = print_json(arguments, results, error);
     } else if (done) {
         (arguments->csv ? print_csv : print_table)(arguments, results);
         done = output_flush(error);
     }
+    if (done && arguments->plot != NULL)
+        done = draw_plot(arguments, results, error);
     free(results);
     return done;
 }
@@ -313,6 +314,7 @@ bool eval_ppl(const struct eval_arguments *arguments, struct error *error)
     }
     if (!eval_cache_open(arguments, model, &raw, arguments->tokens - 1, arguments->prefill,
                          &runs[0].cache, error) ||
+        (arguments->plot != NULL && !output_file_try(arguments->plot, error)) ||
         !predict(arguments, model, runs, run_count, list.ids, error))
         goto out;
     done = report(arguments, runs, order, error);

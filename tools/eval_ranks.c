@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "options.h"
+#include "output_file.h"
 #include "plot.h"
 #include "policies/policy.h"
 
@@ -432,8 +433,8 @@ bool eval_ranks(const struct eval_arguments *arguments, struct error *error)
         goto out;
     }
     if (!open_probe(model, tokens, &probe, error) ||
-        !run(arguments, model, &probe, list.ids, tokens, error) ||
-        (arguments->plot != NULL && !draw_plot(arguments, &probe, error)))
+        (arguments->plot != NULL && !output_file_try(arguments->plot, error)) ||
+        !run(arguments, model, &probe, list.ids, tokens, error))
         goto out;
     if (arguments->json) {
         done = print_json(arguments, &probe, tokens, error);
@@ -441,6 +442,8 @@ bool eval_ranks(const struct eval_arguments *arguments, struct error *error)
         (arguments->csv ? print_csv : print_table)(&probe);
         done = output_flush(error);
     }
+    if (done && arguments->plot != NULL)
+        done = draw_plot(arguments, &probe, error);
 out:
     close_probe(&probe);
     token_list_free(&list);

@@ -203,7 +203,7 @@ static bool open_log(struct tasks *t, struct error *error)
 
     if (a->output == NULL)
         return true;
-    if (!output_file_check(a->output, a->rows_file, error))
+    if (!output_file_check(a->output, error))
         return false;
     settings = make_settings(t);
     if (settings == NULL)
@@ -574,7 +574,8 @@ static bool open_tasks(struct tasks *t, struct error *error)
         return error_set(error, "out of memory for the logits");
     return eval_transformer_open(a, t->model, &t->transformer, error) &&
            sampler_open(&greedy, t->model->vocabulary, &t->sampler, error) &&
-           detokenizer_open(&t->detokenizer, t->tokenizer, false, error) && open_log(t, error);
+           detokenizer_open(&t->detokenizer, t->tokenizer, false, error) &&
+           (a->plot == NULL || output_file_try(a->plot, error)) && open_log(t, error);
 }
 
 static void close_tasks(struct tasks *t)
@@ -597,8 +598,7 @@ static void close_tasks(struct tasks *t)
 bool eval_tasks(const struct eval_arguments *arguments, struct error *error)
 {
     struct tasks t = {.arguments = arguments};
-    bool done = open_tasks(&t, error) && run_rows(&t, error) &&
-                (arguments->plot == NULL || draw_plot(&t, error));
+    bool done = open_tasks(&t, error) && run_rows(&t, error);
 
     if (done && arguments->json) {
         done = print_json(&t, error);
@@ -606,6 +606,8 @@ bool eval_tasks(const struct eval_arguments *arguments, struct error *error)
         print_table(&t);
         done = output_flush(error);
     }
+    if (done && arguments->plot != NULL)
+        done = draw_plot(&t, error);
     close_tasks(&t);
     return done;
 }

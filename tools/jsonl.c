@@ -12,6 +12,7 @@
 
 #include "runner/json_text.h"
 #include "runner/pretokenizer.h"
+#include "runner/read_files.h"
 
 #define FIRST_CAPACITY ((size_t)1 << 16)
 
@@ -37,11 +38,13 @@ bool jsonl_open(const char *path, struct jsonl *jsonl, struct error *error)
         error_set(error, "%s: %s", path, strerror(errno));
     } else if (!S_ISREG(status.st_mode)) {
         error_set(error, "%s: not a regular file", path);
-    } else if ((jsonl->file = fdopen(file, "rb")) == NULL) {
+    } else if (read_files_add(&status, path, error)) {
+        jsonl->file = fdopen(file, "rb");
+        if (jsonl->file != NULL) {
+            setvbuf(jsonl->file, NULL, _IONBF, 0);
+            return true;
+        }
         error_set(error, "%s: %s", path, strerror(errno));
-    } else {
-        setvbuf(jsonl->file, NULL, _IONBF, 0);
-        return true;
     }
     if (file >= 0)
         close(file);

@@ -22,6 +22,7 @@
 
 #include "runner/pretokenizer.h"
 #include "runner/products.h"
+#include "runner/read_files.h"
 
 void error_print(const char *program, const struct error *error)
 {
@@ -254,6 +255,8 @@ bool text_read(const char *path, struct text *text, struct error *error)
         error_set(error, "%s: not a regular file (- reads standard input)", name);
         goto out;
     }
+    if (S_ISREG(status.st_mode) && !read_files_add(&status, name, error))
+        goto out;
     for (;;) {
         ssize_t got;
 

@@ -11,18 +11,13 @@
 #include <unistd.h>
 
 #include "runner/file_map.h"
+#include "runner/read_files.h"
 
-bool output_file_check(const char *path, const char *input, struct error *error)
+bool output_file_check(const char *path, struct error *error)
 {
-    const char *mapped = file_map_using(path);
-    struct stat output, other;
+    const char *input = read_files_find(path);
 
-    if (mapped != NULL)
-        input = mapped;
-    else if (input == NULL || stat(path, &output) != 0 || stat(input, &other) != 0 ||
-             output.st_dev != other.st_dev || output.st_ino != other.st_ino)
-        return true;
-    return error_set(error, "%s: is the input %s", path, input);
+    return input == NULL || error_set(error, "%s: is the input %s", path, input);
 }
 
 /* With the permissions of the file that it replaces, or those of any new one. */
@@ -60,14 +55,13 @@ static bool open_temporary(struct output_file *output, const struct stat *old, s
     return true;
 }
 
-bool output_file_open(struct output_file *output, const char *path, const char *input,
-                      struct error *error)
+bool output_file_open(struct output_file *output, const char *path, struct error *error)
 {
     struct stat old;
     const bool exists = stat(path, &old) == 0;
 
     *output = (struct output_file){.name = path};
-    if (!output_file_check(path, input, error))
+    if (!output_file_check(path, error))
         return false;
     if (exists && !S_ISREG(old.st_mode)) {
         output->file = fopen(path, "wbe");
@@ -77,6 +71,20 @@ bool output_file_open(struct output_file *output, const char *path, const char *
     if (output->path == NULL)
         return error_set(error, "%s: %s", path, strerror(errno));
     return open_temporary(output, exists ? &old : NULL, error);
+}
+
+bool output_file_try(const char *path, struct error *error)
+{
+    struct output_file output;
+    struct stat status;
+    bool opened;
+
+    /* Opening a FIFO may wait, or end what reads it. */
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode) && !S_ISDIR(status.st_mode))
+        return true;
+    opened = output_file_open(&output, path, error);
+    output_file_close(&output, false, NULL);
+    return opened;
 }
 
 bool output_file_close(struct output_file *output, bool whole, struct error *error)

@@ -17,13 +17,15 @@ struct output_file {
     char *temporary;  /* beside it; NULL: written in place, as devices are */
 };
 
-/* Fails if `path` is a file that is being read: a mapped one, or the file at `input` (may be NULL).
- */
-bool output_file_check(const char *path, const char *input, struct error *error);
+/* Fails if `path` is a file that the process has read. */
+bool output_file_check(const char *path, struct error *error);
 
 /* Opens what is to be `path`, which outlives it, after that check; closed in any case. */
-bool output_file_open(struct output_file *output, const char *path, const char *input,
-                      struct error *error);
+bool output_file_open(struct output_file *output, const char *path, struct error *error);
+
+/* Fails where output_file_open() would, and leaves nothing there; so that a long run need not end
+ * with that. */
+bool output_file_try(const char *path, struct error *error);
 
 /* Closes the file. Puts it into its place if it is `whole`, else removes it. Returns `whole`, or
  * false with an error. */

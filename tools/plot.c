@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: MIT */
 /* Plots as SVG files, which gnuplot draws. */
-#define _GNU_SOURCE /* pipe2 */
+#define _GNU_SOURCE /* memfd_create, pipe2 */
 #include "plot.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
-#include <signal.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "output_file.h"
+#include "runner/pretokenizer.h"
 
 extern char **environ;
 
@@ -148,14 +149,25 @@ const char *plot_file_title(const char *path)
 
 /* ---- The script ------------------------------------------------------------------------------ */
 
-/* A string of the script, as it is. */
+/* A string of the script, as it is but for what an SVG file cannot hold. */
 static void quote(FILE *script, const char *text)
 {
+    const size_t length = strlen(text);
+
     putc('\'', script);
-    for (; *text != '\0'; text++) {
-        if (*text == '\'')
+    for (size_t at = 0; at < length;) {
+        const int sequence = utf8_sequence(text + at, length - at);
+        const size_t size = sequence > 0 ? (size_t)sequence : 1;
+
+        if (text[at] == '\'')
             putc('\'', script);
-        putc((unsigned char)*text < 0x20 ? ' ' : *text, script);
+        if (sequence <= 0)
+            putc('?', script);
+        else if ((unsigned char)text[at] < 0x20)
+            putc(' ', script);
+        else
+            fwrite(text + at, 1, size, script);
+        at += size;
     }
     putc('\'', script);
 }
@@ -285,37 +297,80 @@ static void write_script(FILE *script, const struct plot_panel *panels, size_t p
     fputs("unset multiplot\n", script);
 }
 
+/* The script as a file to be read, of no name; -1 with an error. */
+static int open_script(const struct plot_panel *panels, size_t panel_count, struct error *error)
+{
+    int file = memfd_create("plot", MFD_CLOEXEC);
+    int copy = file < 0 ? -1 : fcntl(file, F_DUPFD_CLOEXEC, 0);
+    FILE *script = copy < 0 ? NULL : fdopen(copy, "w");
+    bool done = script != NULL;
+
+    if (done) {
+        write_script(script, panels, panel_count);
+        done = !ferror(script);
+        done = fclose(script) == 0 && done && lseek(file, 0, SEEK_SET) == 0;
+    } else if (copy >= 0) {
+        close(copy);
+    }
+    if (!done) {
+        error_set(error, "gnuplot: its script cannot be written: %s", strerror(errno));
+        if (file >= 0)
+            close(file);
+        file = -1;
+    }
+    return file;
+}
+
+/* Takes all that gnuplot draws: it does not tell if what it writes to is full. */
+static bool copy_drawing(int from, const char *path, FILE *to, struct error *error)
+{
+    char part[1 << 14];
+    ssize_t got;
+
+    for (;;) {
+        got = read(from, part, sizeof part);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            return error_set(error, "gnuplot: %s", strerror(errno));
+        if (got == 0)
+            break;
+        if (fwrite(part, 1, (size_t)got, to) != (size_t)got)
+            return error_set(error, "%s: %s", path, strerror(errno));
+    }
+    return fflush(to) == 0 || error_set(error, "%s: %s", path, strerror(errno));
+}
+
 bool plot_write(const char *path, const struct plot_panel *panels, size_t panel_count,
                 struct error *error)
 {
-    struct sigaction ignore = {.sa_handler = SIG_IGN}, before;
     struct output_file output;
-    FILE *script = NULL;
-    int ends[2] = {-1, -1};
+    struct error ignored;
+    int script = -1, ends[2] = {-1, -1};
     pid_t child;
     bool done = false;
 
-    if (!output_file_open(&output, path, NULL, error))
+    if (!output_file_open(&output, path, error))
+        goto out;
+    script = open_script(panels, panel_count, error);
+    if (script < 0)
         goto out;
     if (pipe2(ends, O_CLOEXEC) != 0) {
         error_set(error, "gnuplot: %s", strerror(errno));
         goto out;
     }
-    done = start(NULL, ends[0], fileno(output.file), &child, error);
-    close(ends[0]);
-    script = done ? fdopen(ends[1], "w") : NULL;
-    if (script == NULL) {
-        close(ends[1]);
+    done = start(NULL, script, ends[1], &child, error);
+    close(ends[1]);
+    if (done) {
+        done = copy_drawing(ends[0], path, output.file, error);
+        /* What it is still writing then ends it. */
+        close(ends[0]);
+        done = finish(child, done ? error : &ignored) && done;
     } else {
-        /* If gnuplot ends early, its status says so. */
-        sigemptyset(&ignore.sa_mask);
-        sigaction(SIGPIPE, &ignore, &before);
-        write_script(script, panels, panel_count);
-        fclose(script);
-        sigaction(SIGPIPE, &before, NULL);
+        close(ends[0]);
     }
-    if (done)
-        done = finish(child, error);
 out:
+    if (script >= 0)
+        close(script);
     return output_file_close(&output, done, error);
 }

@@ -50,8 +50,8 @@ const char *plot_file_title(const char *path);
 /* Fails if gnuplot cannot be run; so that a long run need not end with that. */
 bool plot_check(struct error *error);
 
-/* Writes `path`, which must not be a file that is being read. Points that are not finite are left
- * out. */
+/* Writes `path`, which must not be a file that the process has read. Points that are not finite are
+ * left out. */
 bool plot_write(const char *path, const struct plot_panel *panels, size_t panel_count,
                 struct error *error);
 

@@ -353,6 +353,8 @@ static bool check(const struct command *command, void *arguments, struct error *
         return error_set(error, "--kv: given %zu times; logits takes one", a->kv_count);
     if (a->resume && a->output == NULL)
         return error_set(error, "--resume: continues an --output, which is missing");
+    if (a->output != NULL && a->plot != NULL && strcmp(a->output, a->plot) == 0)
+        return error_set(error, "--plot %s: is the --output as well", a->plot);
     if (a->csv && a->json)
         return error_set(error, "--csv, --json: give one or the other");
     if (a->tokens > 0 && a->prefill >= a->tokens)

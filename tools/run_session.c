@@ -65,7 +65,7 @@ bool run_session_open(struct run *run, struct error *error)
     char message[PKV_MESSAGE_BYTES];
     struct stat file;
 
-    if (!output_file_check(a->session, a->file, error))
+    if (!output_file_check(a->session, error))
         return false;
     if (stat(a->session, &file) != 0 && errno == ENOENT)
         return true;

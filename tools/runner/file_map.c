@@ -14,6 +14,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "read_files.h"
+
 #if defined __has_feature
 #if __has_feature(address_sanitizer)
 #define UNDER_ASAN
@@ -165,6 +167,8 @@ bool file_map_open(const char *path, struct file_map *map, struct error *error)
                   (intmax_t)status.st_size);
         goto out;
     }
+    if (!read_files_add(&status, path, error))
+        goto out;
     map->path = strdup(path);
     if (map->path == NULL) {
         error_set(error, "%s: out of memory", path);
@@ -179,8 +183,6 @@ bool file_map_open(const char *path, struct file_map *map, struct error *error)
     }
     map->data = data;
     map->size = (size_t)status.st_size;
-    map->device = status.st_dev;
-    map->inode = status.st_ino;
     guard_end(map, true);
     add_to_list(map);
     done = true;
@@ -193,18 +195,6 @@ void file_map_prefetch(const struct file_map *map)
 {
     /* Only advice: without it the pages come in one fault at a time. */
     (void)posix_madvise((void *)map->data, map->size, POSIX_MADV_WILLNEED);
-}
-
-const char *file_map_using(const char *path)
-{
-    const struct file_map *map = atomic_load(&open_maps);
-    struct stat status;
-
-    if (stat(path, &status) != 0)
-        return NULL;
-    while (map != NULL && (map->device != status.st_dev || map->inode != status.st_ino))
-        map = map->next;
-    return map != NULL ? map->path : NULL;
 }
 
 void file_map_close(struct file_map *map)

@@ -5,7 +5,6 @@
 
 #include <stdbool.h>
 #include <stddef.h>
-#include <sys/types.h>
 
 #include "../error.h"
 
@@ -16,9 +15,7 @@ struct file_map {
     const unsigned char *data; /* page aligned, never NULL in an open map */
     size_t size;               /* bytes, at least 1 */
     char *path;                /* as given to file_map_open; what error texts call the file */
-    dev_t device;              /* with the next, which file it is */
-    ino_t inode;
-    struct file_map *next; /* of all open maps */
+    struct file_map *next;     /* of all open maps */
 };
 
 /*
@@ -43,10 +40,6 @@ bool file_map_open(const char *path, struct file_map *map, struct error *error);
 
 /* Tells the kernel that the whole file is about to be read. */
 void file_map_prefetch(const struct file_map *map);
-
-/* The path of an open map of the file at `path`, whatever that is called there; NULL if there is
- * none. Who writes to such a file pulls it away from its readers. */
-const char *file_map_using(const char *path);
 
 /* Unmaps; `map` may be all zero, and is all zero afterwards. */
 void file_map_close(struct file_map *map);
