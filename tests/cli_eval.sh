@@ -304,6 +304,33 @@ awk "BEGIN { exit !($kl < 1e-3 && $kl > -1e-3) }" || fail "ppl palu: kl at full 
 refuse 1 'is the calibration of another model' info "$tiny" \
     --kv "palu:calibration=$work/calibration1"
 refuse 2 'calibration=FILE is missing' info "$tiny" --kv palu
+
+# A --kv need not be UTF-8; JSON is.
+latin=$(printf 'caf\351')
+ln -s "$work/calibration1" "$work/$latin"
+clean=$(printf 'ojakv:calibration=%s/caf\357\277\275' "$work")
+document latin_info info "$model" --kv "ojakv:calibration=$work/$latin"
+same 'a --kv of info' "$(value latin_info results.0.kv)" "$clean"
+document latin_ppl ppl "$model" -f "$source/COPYING" --tokens 20 --prefill 19 \
+    --kv "ojakv:calibration=$work/$latin"
+same 'a --kv of ppl' "$(value latin_ppl results.0.kv)" "$clean"
+echo '[1, 2, 3]' > "$work/latin.ids"
+document latin_logits logits "$model" --tokens "$work/latin.ids" --prefill 2 \
+    --kv "ojakv:calibration=$work/$latin" -o "$work/latin.f32"
+same 'a --kv of logits' "$(value latin_logits results.0.kv)" "$clean"
+echo '{"input": "One, two,", "outputs": ["three"]}' > "$work/latin.jsonl"
+document latin_tasks tasks "$model" "$work/latin.jsonl" --max-new 1 \
+    --kv "ojakv:calibration=$work/$latin" -o "$work/latin.out"
+same 'a --kv of tasks' "$(value latin_tasks results.0.kv)" "$clean"
+sed -n 2p "$work/latin.out" > "$work/latin_row.json"
+same 'a --kv of a prediction' "$(value latin_row results.0.kv)" "$clean"
+tool=puzzlekv-bench
+document latin_bench storage --shape smollm2-135m --tokens 99 --kv "ojakv:calibration=$work/$latin"
+same 'a --kv of puzzlekv-bench' "$(value latin_bench results.0.kv)" "$clean"
+tool=puzzlekv-run
+document latin_run "$model" -p One -n 1 --kv "ojakv:calibration=$work/$latin"
+same 'a --kv of puzzlekv-run' "$(value latin_run kv)" "$clean"
+tool=puzzlekv-eval
 refuse 1 'short: is the input' calibrate "$model" "$work/short" --length 2 -o "$work/short"
 same 'the text afterwards' "$(cat "$work/short")" 'Too short.'
 

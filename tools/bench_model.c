@@ -310,7 +310,7 @@ bool bench_model(const struct bench_arguments *arguments, struct error *error)
         arguments,
         json_pack("{s:s, s:o, s:I, s:I, s:I, s:I}", "dtype", dtype_name(arguments->dtype),
                   arguments->file != NULL ? "model" : "shape",
-                  arguments->file != NULL ? json_bytes(arguments->file, strlen(arguments->file))
+                  arguments->file != NULL ? json_text(arguments->file)
                                           : json_string(arguments->shape),
                   "depth", (json_int_t)arguments->depth, "prompt_tokens",
                   (json_int_t)arguments->prompt_tokens, "predict", (json_int_t)arguments->predict,

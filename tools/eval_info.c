@@ -121,6 +121,7 @@ static json_t *policy_object(const struct eval_arguments *arguments, const struc
     json_t *bytes = json_array();
     json_t *raw = json_array();
     json_t *ratio = json_array();
+    json_t *object;
     char canonical[KV_SPEC_TEXT_BYTES];
     bool done = kv_spec_resolve(&spec, model, error);
 
@@ -141,8 +142,11 @@ static json_t *policy_object(const struct eval_arguments *arguments, const struc
         return NULL;
     }
     kv_spec_canonical(&spec, canonical);
-    return json_pack("{s:s, s:s, s:o, s:o, s:o}", "kv", kv->text, "kv_canonical", canonical,
-                     "bytes", bytes, "bytes_raw", raw, "kv_ratio", ratio);
+    object = json_pack("{s:o, s:o, s:o, s:o, s:o}", "kv", json_text(kv->text), "kv_canonical",
+                       json_text(canonical), "bytes", bytes, "bytes_raw", raw, "kv_ratio", ratio);
+    if (object == NULL)
+        error_set(error, "out of memory for the JSON document");
+    return object;
 }
 
 static json_t *types_object(const struct type_total totals[QUANT_TYPES])

@@ -109,11 +109,11 @@ static bool print_document(const struct eval_arguments *arguments, const struct 
     kv_spec_canonical(&cache->spec, canonical);
     return eval_print_document(
         arguments,
-        json_pack("{s:I, s:I, s:I, s:I, s:[{s:s, s:s, s:I, s:I, s:o}]}", "tokens",
+        json_pack("{s:I, s:I, s:I, s:I, s:[{s:o, s:o, s:I, s:I, s:o}]}", "tokens",
                   (json_int_t)count, "prefill", (json_int_t)arguments->prefill, "rows",
                   (json_int_t)(count - arguments->prefill), "columns",
-                  (json_int_t)model->vocabulary, "results", "kv", arguments->kv[0].text,
-                  "kv_canonical", canonical, "kv_bytes", (json_int_t)stats.payload_bytes,
+                  (json_int_t)model->vocabulary, "results", "kv", json_text(arguments->kv[0].text),
+                  "kv_canonical", json_text(canonical), "kv_bytes", (json_int_t)stats.payload_bytes,
                   "kv_bytes_raw", (json_int_t)stats.raw_bytes, "kv_ratio",
                   json_finite((double)stats.payload_bytes / (double)stats.raw_bytes)),
         error);

@@ -218,11 +218,11 @@ static bool print_json(const struct eval_arguments *arguments, const struct resu
         const struct result *result = &results[i];
 
         if (json_array_append_new(
-                list, json_pack("{s:s, s:s, s:o, s:o, s:o, s:o, s:o}", "kv", result->kv,
-                                "kv_canonical", result->canonical, "ppl", json_finite(result->ppl),
-                                "nll", json_finite(result->nll), "kl", json_finite(result->kl),
-                                "top1", json_finite(result->top1), "kv_ratio",
-                                json_finite(result->kv_ratio))) != 0) {
+                list, json_pack("{s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "kv", json_text(result->kv),
+                                "kv_canonical", json_text(result->canonical), "ppl",
+                                json_finite(result->ppl), "nll", json_finite(result->nll), "kl",
+                                json_finite(result->kl), "top1", json_finite(result->top1),
+                                "kv_ratio", json_finite(result->kv_ratio))) != 0) {
             json_decref(list);
             return error_set(error, "out of memory for the JSON document");
         }

@@ -181,18 +181,17 @@ static json_t *make_settings(const struct tasks *t)
         char canonical[KV_SPEC_TEXT_BYTES];
 
         kv_spec_canonical(&t->contenders[i].cache.spec, canonical);
-        if (json_array_append_new(policies, json_bytes(canonical, strlen(canonical))) != 0) {
+        if (json_array_append_new(policies, json_text(canonical)) != 0) {
             json_decref(policies);
             return NULL;
         }
     }
-    return json_pack("{s:s, s:o, s:o, s:o, s:o, s:I, s:o, s:s, s:s, s:I, s:b}", "puzzlekv", "tasks",
-                     "model", json_bytes(a->model, strlen(a->model)), "model_digest",
-                     digest_text(digest_model(t->model)), "file",
-                     json_bytes(a->rows_file, strlen(a->rows_file)), "file_digest",
-                     digest_text(t->rows_digest), "rows", (json_int_t)t->row_count, "kv", policies,
-                     "dtype", dtype_name(a->dtype), "metric", task_metric_name(a->metric),
-                     "max_new", (json_int_t)a->max_new, "chat", a->chat);
+    return json_pack(
+        "{s:s, s:o, s:o, s:o, s:o, s:I, s:o, s:s, s:s, s:I, s:b}", "puzzlekv", "tasks", "model",
+        json_text(a->model), "model_digest", digest_text(digest_model(t->model)), "file",
+        json_text(a->rows_file), "file_digest", digest_text(t->rows_digest), "rows",
+        (json_int_t)t->row_count, "kv", policies, "dtype", dtype_name(a->dtype), "metric",
+        task_metric_name(a->metric), "max_new", (json_int_t)a->max_new, "chat", a->chat);
 }
 
 static bool open_log(struct tasks *t, struct error *error)
@@ -305,7 +304,7 @@ static bool add_result(struct contender *contender, const struct answer_text *an
     contender->bytes += stats.payload_bytes;
     contender->raw_bytes += stats.raw_bytes;
     if (json_array_append_new(
-            results, json_pack("{s:s, s:o, s:o, s:I, s:I, s:I}", "kv", contender->text,
+            results, json_pack("{s:o, s:o, s:o, s:I, s:I, s:I}", "kv", json_text(contender->text),
                                "prediction", json_bytes(answer->text, answer->length), "score",
                                json_finite(answer->score), "tokens", (json_int_t)answer->tokens,
                                "kv_bytes", (json_int_t)stats.payload_bytes, "kv_bytes_raw",
@@ -498,24 +497,23 @@ static bool print_json(const struct tasks *t, struct error *error)
 
         task_interval(mean, t->row_count, &low, &high);
         kv_spec_canonical(&contender->cache.spec, canonical);
-        if (json_array_append_new(
-                results,
-                json_pack("{s:s, s:o, s:o, s:o, s:o, s:I, s:o}", "kv", contender->text,
-                          "kv_canonical", json_bytes(canonical, strlen(canonical)), "score",
-                          json_finite(100 * mean), "score_low", json_finite(100 * low),
-                          "score_high", json_finite(100 * high), "n", (json_int_t)t->row_count,
-                          "kv_ratio", json_finite(kv_ratio(contender)))) != 0) {
+        if (json_array_append_new(results,
+                                  json_pack("{s:o, s:o, s:o, s:o, s:o, s:I, s:o}", "kv",
+                                            json_text(contender->text), "kv_canonical",
+                                            json_text(canonical), "score", json_finite(100 * mean),
+                                            "score_low", json_finite(100 * low), "score_high",
+                                            json_finite(100 * high), "n", (json_int_t)t->row_count,
+                                            "kv_ratio", json_finite(kv_ratio(contender)))) != 0) {
             json_decref(results);
             return error_set(error, "out of memory for the JSON document");
         }
     }
-    return eval_print_document(a,
-                               json_pack("{s:o, s:s, s:I, s:b, s:I, s:o}", "file",
-                                         json_bytes(a->rows_file, strlen(a->rows_file)), "metric",
-                                         task_metric_name(a->metric), "max_new",
-                                         (json_int_t)a->max_new, "chat", a->chat, "tokens",
-                                         (json_int_t)t->longest, "results", results),
-                               error);
+    return eval_print_document(
+        a,
+        json_pack("{s:o, s:s, s:I, s:b, s:I, s:o}", "file", json_text(a->rows_file), "metric",
+                  task_metric_name(a->metric), "max_new", (json_int_t)a->max_new, "chat", a->chat,
+                  "tokens", (json_int_t)t->longest, "results", results),
+        error);
 }
 
 static bool draw_plot(const struct tasks *t, struct error *error)

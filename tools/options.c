@@ -401,6 +401,11 @@ json_t *json_bytes(const char *bytes, size_t size)
     return string;
 }
 
+json_t *json_text(const char *text)
+{
+    return json_bytes(text, strlen(text));
+}
+
 bool json_print(json_t *document, struct error *error)
 {
     int failed;

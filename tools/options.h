@@ -131,6 +131,9 @@ json_t *json_finite(double value);
 /* A string of any bytes; what is not UTF-8 becomes U+FFFD. NULL without memory. */
 json_t *json_bytes(const char *bytes, size_t size);
 
+/* The same of a terminated text, such as a path or a --kv, which need not be UTF-8. */
+json_t *json_text(const char *text);
+
 /* Prints `document` and a newline to standard output and frees it; NULL (no memory when it was
  * built) fails. */
 bool json_print(json_t *document, struct error *error);

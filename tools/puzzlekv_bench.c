@@ -403,22 +403,32 @@ static json_t *number_object(const struct bench_column *column, double value)
     return json_finite(value);
 }
 
+/* NULL without memory. */
+static json_t *row_object(const struct bench_results *results, const struct bench_row *row)
+{
+    json_t *object = json_pack("{s:o}", results->what, json_text(row->name));
+    bool failed = object == NULL;
+
+    if (row->canonical[0] != '\0')
+        failed |= json_object_set_new(object, "kv_canonical", json_text(row->canonical)) != 0;
+    for (size_t j = 0; j < results->column_count; j++)
+        failed |= json_object_set_new(object, results->columns[j].name,
+                                      number_object(&results->columns[j], row->values[j])) != 0;
+    if (failed) {
+        json_decref(object);
+        return NULL;
+    }
+    return object;
+}
+
 static bool print_json(json_t *members, const struct bench_results *results, struct error *error)
 {
     json_t *list = json_array();
+    bool failed = false;
 
-    for (size_t i = 0; i < results->row_count; i++) {
-        const struct bench_row *row = &results->rows[i];
-        json_t *object = json_pack("{s:s}", results->what, row->name);
-
-        if (row->canonical[0] != '\0')
-            json_object_set_new(object, "kv_canonical", json_string(row->canonical));
-        for (size_t j = 0; j < results->column_count; j++)
-            json_object_set_new(object, results->columns[j].name,
-                                number_object(&results->columns[j], row->values[j]));
-        json_array_append_new(list, object);
-    }
-    if (json_object_set_new(members, "results", list) != 0) {
+    for (size_t i = 0; i < results->row_count; i++)
+        failed |= json_array_append_new(list, row_object(results, &results->rows[i])) != 0;
+    if (json_object_set_new(members, "results", list) != 0 || failed) {
         json_decref(members);
         return error_set(error, "out of memory for the JSON document");
     }
@@ -541,8 +551,8 @@ bool bench_report(const struct bench_arguments *arguments, json_t *members,
         return false;
     }
     machine_cpu(cpu, sizeof cpu);
-    document = json_pack("{s:s, s:o, s:i}", "isa", isa, "cpu", json_bytes(cpu, strlen(cpu)),
-                         "threads", (int)arguments->threads);
+    document = json_pack("{s:s, s:o, s:i}", "isa", isa, "cpu", json_text(cpu), "threads",
+                         (int)arguments->threads);
     if (json_object_update(document, members) != 0) {
         json_decref(document);
         document = NULL;

@@ -514,9 +514,8 @@ bool eval_print_document(const struct eval_arguments *arguments, json_t *members
         return false;
     }
     machine_cpu(cpu, sizeof cpu);
-    document = json_pack("{s:o, s:s, s:o, s:i, s:s}", "model",
-                         json_bytes(arguments->model, strlen(arguments->model)), "isa", isa, "cpu",
-                         json_bytes(cpu, strlen(cpu)), "threads", (int)arguments->threads, "dtype",
+    document = json_pack("{s:o, s:s, s:o, s:i, s:s}", "model", json_text(arguments->model), "isa",
+                         isa, "cpu", json_text(cpu), "threads", (int)arguments->threads, "dtype",
                          dtype_name(arguments->dtype));
     if (json_object_update(document, members) != 0) {
         json_decref(document);

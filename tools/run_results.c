@@ -119,12 +119,12 @@ bool run_print_document(const struct run *run, struct error *error)
         }
     }
     return json_print(
-        json_pack("{s:o, s:s, s:s, s:i, s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:o, s:o, s:s, "
+        json_pack("{s:o, s:s, s:s, s:i, s:o, s:o, s:o, s:o, s:o, s:I, s:I, s:I, s:o, s:o, s:s, "
                   "s:o, s:o, s:o, "
                   "s:o, s:I, s:I, s:o, s:I, s:I, s:o, s:I}",
-                  "model", json_bytes(a->model, strlen(a->model)), "backend",
-                  device_name(run->device), "isa", r.isa, "threads", (int)a->threads, "kv", a->kv,
-                  "kv_canonical", canonical, "page_tokens", value_or_null(run, "page"), "rank_k",
+                  "model", json_text(a->model), "backend", device_name(run->device), "isa", r.isa,
+                  "threads", (int)a->threads, "kv", json_text(a->kv), "kv_canonical",
+                  json_text(canonical), "page_tokens", value_or_null(run, "page"), "rank_k",
                   value_or_null(run, "rk"), "rank_v", value_or_null(run, "rv"), "prompt_tokens",
                   (json_int_t)(g->prompt_tokens + run->reused_tokens), "reused_tokens",
                   (json_int_t)run->reused_tokens, "generated_tokens",
