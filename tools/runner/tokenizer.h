@@ -31,12 +31,13 @@ size_t tokenizer_count(const struct tokenizer *tokenizer);
 /* Appends the ids of `text` as Hugging Face tokenizers gives them; no BOS is added. Special tokens
  * in the text become their ids if `parse_special`, else they are text like any other; added tokens
  * that are not special (as <think> of Qwen3) always become their ids, as in every template that
- * uses them. Where the model asks for it, text is normalized to NFC. Bytes that are not valid UTF-8
- * (see utf8_valid_prefix) are encoded byte by byte. A byte that the vocabulary has no token for,
- * nor one for what it does not know, is left out, as the reference does: SmolLM2 lacks a few
- * control characters. SentencePiece's vocabularies put a space before the text, or before each part
- * of it between added and special tokens, where the file asks for it. On failure `list` is as
- * before. */
+ * uses them. Where the model asks for it, text is normalized to NFC, by utf8proc's Unicode: theirs
+ * is older and leaves some marks of later versions (U+1ABF and others) as they come. Bytes that are
+ * not valid UTF-8 (see utf8_valid_prefix) are encoded byte by byte. A byte that the vocabulary has
+ * no token for, nor one for what it does not know, is left out, as the reference does: SmolLM2
+ * lacks a few control characters. SentencePiece's vocabularies put a space before the text, or
+ * before each part of it between added and special tokens, where the file asks for it. On failure
+ * `list` is as before. */
 bool tokenizer_encode(const struct tokenizer *tokenizer, const char *text, size_t length,
                       bool parse_special, struct token_list *list, struct error *error);
 
