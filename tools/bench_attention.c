@@ -259,7 +259,7 @@ bool bench_attention(const struct bench_arguments *arguments, struct error *erro
     pkv_config *configs = calloc(count, sizeof *configs);
     double *bandwidth = calloc(repeats, sizeof *bandwidth);
     double *scratch = calloc(repeats, sizeof *scratch);
-    struct operands o = {NULL};
+    struct operands o = {.q = NULL};
     struct read_bandwidth *memory = NULL;
     bool done = false;
 
