@@ -89,6 +89,24 @@ done
 refuse 2 '--pages N: is missing' factorize --shape qwen3-8b
 refuse 2 'is not one of batched, lapack, ssyevd, ssyevr' factorize --shape qwen3-8b --pages 9 --solver ql
 refuse 2 '--kv: unknown' factorize --shape qwen3-8b --pages 9 --kv raw
+# All caches are open at the same time: two may be too much where one is not.
+refuse 1 'memory: this takes' factorize --shape qwen3-8b --pages 2000000000 --solver batched
+pages=$(sed -n 's/.*takes \(.*\) GiB; \(.*\) GiB are free$/\2 \1/p' "$work/err" |
+    awk '{ printf "%.0f", 0.6 * 2000000000 * $1 / $2 }')
+timeout 30 puzzlekv-bench factorize --shape qwen3-8b --pages "$pages" --solver batched \
+    --solver lapack > "$work/out" 2> "$work/err"
+same 'status of too much memory' $? 1
+grep -q 'memory: this takes' "$work/err" || fail "factorize --pages $pages: $(cat "$work/err")"
+# OpenBLAS waits for ever for address space that it cannot have.
+# shellcheck disable=SC3045 # every shell that is /bin/sh somewhere has ulimit -v
+if (ulimit -v 16000000 && puzzlekv-bench --version) > "$work/out" 2>&1; then
+    # shellcheck disable=SC3045
+    (ulimit -v 1000000 && exec timeout 60 puzzlekv-bench factorize --shape smollm2-135m --pages 1 \
+        --solver ssyevd -t 64) > "$work/out" 2> "$work/err"
+    same 'status of too little address space' $? 1
+    grep -q '^puzzlekv-bench: .*address space' "$work/err" ||
+        fail "too little address space: $(cat "$work/err")"
+fi
 document factorize factorize --shape smollm2-135m --pages 7 --repeats 2 -t 1
 same 'keys of factorize' "$(keys factorize)" \
     'isa cpu threads dtype shape pages repeats results '
@@ -116,7 +134,15 @@ refuse 2 '--prompt-tokens N: is missing' model "$tiny" --predict 2
 refuse 2 '--predict M: is missing' model "$tiny" --prompt-tokens 9
 refuse 1 'No such file' model "$work/none.gguf" --prompt-tokens 9 --predict 2
 refuse 1 "the model's context is" model "$tiny" --prompt-tokens 2000000000 --predict 2
-refuse 1 'memory: this takes' model --shape qwen3-8b --prompt-tokens 2000000000 --predict 2
+refuse 1 "the model's context is 40960" model --shape qwen3-8b --prompt-tokens 2000000000 --predict 2
+# shellcheck disable=SC2046 # a thousand caches
+refuse 1 'memory: this takes' model --shape qwen3-8b --prompt-tokens 40000 --predict 2 \
+    $(yes -- --kv raw | head -n 1000)
+mkdir "$work/wide"
+sed 's/\("max_position_embeddings": \)[0-9]*/\12000000000/' "$tiny/config.json" \
+    > "$work/wide/config.json"
+cp "$tiny/model.safetensors" "$work/wide"
+refuse 1 'memory: this takes' model "$work/wide" --prompt-tokens 1999999000 --predict 2
 document model model "$tiny" --prompt-tokens 150 --predict 11 --repeats 2 -t 1 \
     --kv puzzle --kv raw --kv static
 same 'keys of model' "$(keys model)" \

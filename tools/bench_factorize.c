@@ -10,6 +10,7 @@
 
 #include "options.h"
 #include "random_pages.h"
+#include "runner/products.h"
 
 /* Pages of tokens that differ from each other and go into one step. */
 #define STEP_PAGES ((size_t)64)
@@ -83,11 +84,10 @@ static bool cache_failed(const struct contestant *c, struct error *error)
 
 /* ---- The library's --------------------------------------------------------------------------- */
 
-static bool cache_open(const struct bench_arguments *arguments, const struct material *m,
-                       const struct bench_solver *solver, pkv_dtype dtype, size_t layers,
-                       size_t pages, pkv_cache **cache, struct error *error)
+static pkv_config configure(const struct bench_arguments *arguments, const struct material *m,
+                            const struct bench_solver *solver, pkv_dtype dtype, size_t layers,
+                            size_t pages)
 {
-    char message[PKV_MESSAGE_BYTES];
     pkv_config config;
 
     pkv_config_init(&config, sizeof config);
@@ -104,11 +104,34 @@ static bool cache_open(const struct bench_arguments *arguments, const struct mat
     config.max_step_tokens = (pages < STEP_PAGES ? pages : STEP_PAGES) * m->length;
     config.threads = arguments->threads;
     device_configure(arguments->device, &config);
-    if (arguments->device == NULL && !bench_check_memory(&config, 1, 0, error))
-        return false;
-    if (pkv_cache_open(&config, cache, message) != PKV_OK)
-        return error_set(error, "--solver %s: %s", solver->name, message);
-    return true;
+    return config;
+}
+
+static bool cache_open(const pkv_config *config, const struct bench_solver *solver,
+                       pkv_cache **cache, struct error *error)
+{
+    char message[PKV_MESSAGE_BYTES];
+
+    return pkv_cache_open(config, cache, message) == PKV_OK ||
+           error_set(error, "--solver %s: %s", solver->name, message);
+}
+
+/* Of all caches, which are open at the same time. */
+static bool check_memory(const struct bench_arguments *arguments, const struct material *m,
+                         struct error *error)
+{
+    pkv_config *configs = calloc(arguments->solver_count, sizeof *configs);
+    size_t count = 0;
+    bool done = configs != NULL || error_set(error, "out of memory");
+
+    for (size_t i = 0; i < arguments->solver_count && done; i++) {
+        if (!arguments->solvers[i]->is_peer)
+            configs[count++] = configure(arguments, m, arguments->solvers[i], arguments->dtype,
+                                         m->layers, m->pages);
+    }
+    done = done && bench_check_memory(configs, count, 0, error);
+    free(configs);
+    return done;
 }
 
 static bool store_layers(const struct material *m, pkv_step *step, size_t layers)
@@ -258,7 +281,9 @@ static bool find_excess(const struct bench_arguments *arguments, const struct co
         goto out;
     }
     if (c->peer == NULL) {
-        if (!cache_open(arguments, m, c->solver, PKV_F32, 1, pages, &cache, error))
+        const pkv_config config = configure(arguments, m, c->solver, PKV_F32, 1, pages);
+
+        if (!cache_open(&config, c->solver, &cache, error))
             goto out;
         if (pkv_seq_open(cache, &seq) != PKV_OK) {
             error_set(error, "--solver %s: %s", c->solver->name, pkv_cache_message(cache));
@@ -298,9 +323,12 @@ static bool contestant_open(const struct bench_arguments *arguments, const struc
     c->seconds = calloc(arguments->repeats, sizeof *c->seconds);
     if (c->seconds == NULL)
         return error_set(error, "out of memory");
-    if (!solver->is_peer)
-        return cache_open(arguments, m, solver, arguments->dtype, m->layers, m->pages, &c->cache,
-                          error);
+    if (!solver->is_peer) {
+        const pkv_config config =
+            configure(arguments, m, solver, arguments->dtype, m->layers, m->pages);
+
+        return cache_open(&config, solver, &c->cache, error);
+    }
     c->left = calloc(m->length * m->length, sizeof *c->left);
     c->right = calloc(m->length * m->dim, sizeof *c->right);
     if (c->left == NULL || c->right == NULL)
@@ -407,13 +435,15 @@ bool bench_factorize(const struct bench_arguments *arguments, struct error *erro
         error_set(error, "out of memory");
         goto out;
     }
-    if (!open_material(arguments, &m, error))
+    if (!open_material(arguments, &m, error) ||
+        (arguments->device == NULL && !check_memory(arguments, &m, error)))
         goto out;
     for (size_t i = 0; i < count; i++) {
         if (!contestant_open(arguments, &m, arguments->solvers[i], &contestants[i], error))
             goto out;
     }
-    if (!measure(arguments, contestants, &m, error) ||
+    if (!products_check_blas(arguments->threads, error) ||
+        !measure(arguments, contestants, &m, error) ||
         !evaluate(arguments, contestants, &m, rows, error))
         goto out;
     progress_clear();

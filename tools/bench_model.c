@@ -10,6 +10,7 @@
 #include "policies/pages.h"
 #include "random_model.h"
 #include "random_pages.h"
+#include "runner/forward.h"
 #include "runner/transformer.h"
 
 /* What warms a policy up: a prompt of so many tokens at most, and a further token. */
@@ -237,13 +238,30 @@ static void close_contestant(struct contestant *c)
     free(c->factorize);
 }
 
-/* Of the weights, and of caches that are as large as all tokens dense. */
-static bool check_memory(const struct bench_arguments *a, struct error *error)
+/* Of `weights` bytes, of a step, and of caches that are as large as all tokens dense; of the
+ * machine's own memory. */
+static bool check_memory(const struct bench_arguments *a, const struct model *model, size_t weights,
+                         struct error *error)
 {
-    size_t need = random_model_bytes(&a->model);
-    size_t dense = policy_raw_bytes(&a->model, a->dtype, a->depth + a->prompt_tokens + a->predict);
+    size_t dense = policy_raw_bytes(model, a->dtype, a->depth + a->prompt_tokens + a->predict);
+    size_t need;
 
-    return bench_check_memory(NULL, 0, need + a->kv_count * dense, error);
+    if (a->device != NULL)
+        return true;
+    if (__builtin_mul_overflow(dense, a->kv_count, &need) ||
+        __builtin_add_overflow(need, weights, &need) ||
+        __builtin_add_overflow(need, forward_cpu_bytes(model, longest_step(a)), &need))
+        need = SIZE_MAX;
+    return bench_check_memory(NULL, 0, need, error);
+}
+
+static bool check_context(const struct bench_arguments *a, const struct model *model,
+                          struct error *error)
+{
+    return a->depth + a->prompt_tokens + a->predict <= model->context_length ||
+           error_set(error,
+                     "--depth %zu, --prompt-tokens %zu, --predict %zu: the model's context is %zu",
+                     a->depth, a->prompt_tokens, a->predict, model->context_length);
 }
 
 static bool run(struct race *race, const struct model *model, struct bench_row *rows,
@@ -255,11 +273,6 @@ static bool run(struct race *race, const struct model *model, struct bench_row *
     uint64_t seed = 42;
 
     race->model = model;
-    if (a->depth + a->prompt_tokens + a->predict > model->context_length)
-        return error_set(error,
-                         "--depth %zu, --prompt-tokens %zu, --predict %zu: the model's context is "
-                         "%zu",
-                         a->depth, a->prompt_tokens, a->predict, model->context_length);
     if (a->depth > 0 && !bench_fill_operands(a, model, &race->k, &race->v, error))
         return false;
     race->prompt = calloc(a->prompt_tokens, sizeof *race->prompt);
@@ -296,9 +309,13 @@ bool bench_model(const struct bench_arguments *arguments, struct error *error)
         goto out;
     }
     if (arguments->file != NULL) {
-        if (!model_open(arguments->file, &model, error))
+        /* Its weights are mapped. */
+        if (!model_open(arguments->file, &model, error) ||
+            !check_context(arguments, model, error) || !check_memory(arguments, model, 0, error))
             goto out;
-    } else if ((arguments->device == NULL && !check_memory(arguments, error)) ||
+    } else if (!check_context(arguments, &arguments->model, error) ||
+               !check_memory(arguments, &arguments->model, random_model_bytes(&arguments->model),
+                             error) ||
                !random_model_open(&arguments->model, arguments->threads, arguments->device == NULL,
                                   &random, error)) {
         goto out;

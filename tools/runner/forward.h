@@ -65,4 +65,7 @@ bool forward_cpu_open(const struct model *model, const struct forward_cpu_option
                       struct forward **forward, struct error *error);
 extern const struct forward_operations forward_cpu;
 
+/* Bytes that it grows to, chiefly, with steps of up to `tokens`; SIZE_MAX if that overflows. */
+size_t forward_cpu_bytes(const struct model *model, size_t tokens);
+
 #endif

@@ -49,6 +49,18 @@ static bool allocate(float **pointer, size_t rows, size_t columns)
     return *pointer != NULL;
 }
 
+size_t forward_cpu_bytes(const struct model *m, size_t tokens)
+{
+    /* What reserve() allocates for any store. */
+    const size_t row = m->hidden + (2 * m->query_heads + 2 * m->kv_heads + 1) * m->head_dim;
+    size_t count, bytes;
+
+    return __builtin_mul_overflow(tokens, row, &count) ||
+                   __builtin_mul_overflow(count, sizeof(float), &bytes)
+               ? SIZE_MAX
+               : bytes;
+}
+
 static bool reserve(struct forward *f, size_t tokens, bool plain_k, bool hidden,
                     struct error *error)
 {

@@ -101,6 +101,27 @@ const struct products_kernels *products_find_kernels(const char *isa,
     return after == NULL ? &products_generic : NULL;
 }
 
+/* Address space for so many threads in OpenBLAS; MAP_FAILED with an error. */
+static void *take_blas_room(unsigned threads, struct error *error)
+{
+    void *room = mmap(NULL, threads * PRODUCTS_BLAS_BYTES, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    if (room == MAP_FAILED)
+        error_set(error,
+                  "matrix products: %u threads need %zu MiB of address space for OpenBLAS, more "
+                  "than the process may have (ulimit -v)",
+                  threads, threads * PRODUCTS_BLAS_BYTES >> 20);
+    return room;
+}
+
+bool products_check_blas(unsigned threads, struct error *error)
+{
+    void *room = take_blas_room(threads, error);
+
+    return room != MAP_FAILED && munmap(room, threads * PRODUCTS_BLAS_BYTES) == 0;
+}
+
 bool products_open(unsigned threads, const struct products_kernels *kernels, bool exact,
                    struct products **products, struct error *error)
 {
@@ -113,14 +134,10 @@ bool products_open(unsigned threads, const struct products_kernels *kernels, boo
     p->kernels = kernels;
     p->exact = exact;
     p->blas_bytes = threads * PRODUCTS_BLAS_BYTES;
-    p->blas_room =
-        mmap(NULL, p->blas_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    p->blas_room = take_blas_room(threads, error);
     if (p->blas_room == MAP_FAILED) {
         products_close(p);
-        return error_set(error,
-                         "matrix products: %u threads need %zu MiB of address space for OpenBLAS, "
-                         "more than the process may have (ulimit -v)",
-                         threads, threads * PRODUCTS_BLAS_BYTES >> 20);
+        return false;
     }
     *products = p;
     return true;

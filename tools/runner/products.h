@@ -26,6 +26,9 @@ struct product {
  * it at once. Where it cannot get it, it tries for ever. */
 #define PRODUCTS_BLAS_BYTES (((size_t)128 << 20) + 4096)
 
+/* Fails unless so many threads could be in OpenBLAS at once now. */
+bool products_check_blas(unsigned threads, struct error *error);
+
 /* One calling thread at a time; the products themselves use `threads` threads. */
 struct products;
 
