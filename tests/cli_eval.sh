@@ -344,17 +344,19 @@ same 'the text afterwards' "$(cat "$work/short")" 'Too short.'
     echo ']'
 } > "$work/many.json"
 
-# Ctrl-C leaves no half of a file behind.
-puzzlekv-eval logits "$model" --tokens "$work/many.json" --prefill 1 --kv raw -o "$work/half.f32" \
-    2> "$work/err" &
-i=0
-while [ $i -lt 600 ] && [ -z "$(find "$work" -name 'half.f32.*' -size +0)" ]; do
-    sleep 0.1
-    i=$((i + 1))
+# Ctrl-C, the end of the system and that of the terminal leave no half of a file behind.
+for signal in INT TERM HUP; do
+    puzzlekv-eval logits "$model" --tokens "$work/many.json" --prefill 1 --kv raw \
+        -o "$work/half.f32" 2> "$work/err" &
+    i=0
+    while [ $i -lt 600 ] && [ -z "$(find "$work" -name 'half.f32.*' -size +0)" ]; do
+        sleep 0.1
+        i=$((i + 1))
+    done
+    kill -$signal $!
+    wait $!
+    same "status after SIG$signal" $? 130
+    no_output "$work/half.f32"
 done
-kill -INT $!
-wait $!
-same 'status after Ctrl-C' $? 130
-no_output "$work/half.f32"
 
 [ $failures -eq 0 ] || exit 1

@@ -12,7 +12,7 @@ enum message_kind {
     MESSAGE_TEXT,       /* a line, lines pasted together, or a block between lines of """ */
     MESSAGE_COMMAND,    /* a line that begins with / */
     MESSAGE_END,        /* end of input */
-    MESSAGE_INTERRUPTED /* Ctrl-C or SIGTERM; what was typed is dropped */
+    MESSAGE_INTERRUPTED /* Ctrl-C, SIGTERM or SIGHUP; what was typed is dropped */
 };
 
 struct message {

@@ -309,22 +309,26 @@ bool text_check_utf8(const char *what, const char *data, size_t size, struct err
 
 /* ---- Ctrl-C and progress --------------------------------------------------------------------- */
 
-/* A signal handler can reach nothing but such a variable. 0, or the signal: SIGTERM stays. */
+/* A signal handler can reach nothing but such a variable. 0, or the signal: SIGTERM and SIGHUP
+ * stay. */
 static volatile sig_atomic_t interrupted;
 
 static void note_interrupt(int signal)
 {
-    if (interrupted != SIGTERM)
+    if (interrupted != SIGTERM && interrupted != SIGHUP)
         interrupted = signal;
 }
 
 void interrupt_catch(void)
 {
-    struct sigaction action = {.sa_handler = note_interrupt, .sa_flags = SA_RESETHAND};
+    struct sigaction action = {.sa_handler = note_interrupt, .sa_flags = SA_RESETHAND}, before;
 
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    /* nohup(1) has it ignored. */
+    if (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN)
+        sigaction(SIGHUP, &action, NULL);
 }
 
 bool interrupt_seen(void)

@@ -105,7 +105,8 @@ bool text_check_utf8(const char *what, const char *data, size_t size, struct err
 
 /* ---- Ctrl-C and progress --------------------------------------------------------------------- */
 
-/* From now on the first Ctrl-C (or SIGTERM) only makes interrupt_seen() true; the second kills. */
+/* From now on the first Ctrl-C (or SIGTERM, or SIGHUP unless it is ignored) only makes
+ * interrupt_seen() true; the second kills. */
 void interrupt_catch(void);
 bool interrupt_seen(void);
 
@@ -113,8 +114,8 @@ bool interrupt_seen(void);
  * calls that wait only the like of poll(2) end at one. */
 void interrupt_outlive(void);
 
-/* Forgets a Ctrl-C, so that interrupt_seen() is false again; true if it could, for SIGTERM is not
- * forgotten. */
+/* Forgets a Ctrl-C, so that interrupt_seen() is false again; true if it could, for the other
+ * signals are not forgotten. */
 bool interrupt_forget(void);
 
 /* Replaces the progress line on standard error if that is a terminal. */
