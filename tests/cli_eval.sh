@@ -183,6 +183,8 @@ bad_ids 'element 2 is not a token id' '[1, 2, "3"]'
 bad_ids 'element 0 is not a token id' '[100000, 2]'
 bad_ids 'element 0 is not a token id' '[9223372036854775807, 2]'
 bad_ids 'line 1' '[99999999999999999999, 2]'
+bad_ids '1001 arrays and objects in 3003 bytes are too many' \
+    "[$(yes '[],' | head -n 1000 | tr -d '\n')1]"
 refuse 1 'has 240 tokens, and the last is not fed' logits "$tiny" --tokens "$work/tiny-llama3.ids" \
     --prefill 240 --kv raw -o "$work/bad.f32"
 refuse 1 'No such file' logits "$tiny" --tokens "$work/tiny-llama3.ids" --prefill 150 --kv raw \

@@ -9,6 +9,7 @@
 
 #include "options.h"
 #include "output_file.h"
+#include "runner/json_text.h"
 
 /* Rows are written as they lie in memory. */
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a little-endian machine");
@@ -19,11 +20,17 @@ static bool read_ids(const char *path, size_t vocabulary, int32_t **ids, size_t 
     struct text text;
     json_error_t problem;
     json_t *array = NULL;
+    size_t brackets;
     bool done = false;
 
     *ids = NULL;
     if (!text_read(path, &text, error))
         return false;
+    if (!json_text_is_bounded(text.data, text.size, &brackets)) {
+        error_set(error, "%s: %zu arrays and objects in %zu bytes are too many; expected one array",
+                  text.name, brackets, text.size);
+        goto out;
+    }
     array = json_loadb(text.data, text.size, 0, &problem);
     if (array == NULL) {
         error_set(error, "%s: line %d: %s", text.name, problem.line, problem.text);
