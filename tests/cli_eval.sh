@@ -346,8 +346,14 @@ same 'the text afterwards' "$(cat "$work/short")" 'Too short.'
     echo ']'
 } > "$work/many.json"
 
-# Ctrl-C, the end of the system and that of the terminal leave no half of a file behind.
-for signal in INT TERM HUP; do
+# Ctrl-C, the end of the system and that of the terminal leave no half of a file behind. Whoever
+# runs this may have the last ignored, as nohup does, for all that is started here.
+signals='INT TERM'
+case $(sed -n 's/^SigIgn:.*\(.\)$/\1/p' /proc/self/status) in
+[13579bdf]) ;;
+*) signals="$signals HUP" ;;
+esac
+for signal in $signals; do
     puzzlekv-eval logits "$model" --tokens "$work/many.json" --prefill 1 --kv raw \
         -o "$work/half.f32" 2> "$work/err" &
     i=0
