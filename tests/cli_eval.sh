@@ -361,7 +361,7 @@ for signal in $signals; do
         sleep 0.1
         i=$((i + 1))
     done
-    kill -$signal $!
+    kill -"$signal" $!
     wait $!
     same "status after SIG$signal" $? 130
     no_output "$work/half.f32"
