@@ -783,7 +783,7 @@ __global__ static void __launch_bounds__(32 * WARPS)
 }
 
 /* A thread a problem. */
-__global__ static void __launch_bounds__(QL_THREADS)
+__global__ static void __launch_bounds__(QL_THREADS, 2)
     diagonalise_pages(struct layer_view layer, const struct plan_view *plan, struct batch batch,
                       struct device_report *report)
 {
