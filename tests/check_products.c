@@ -14,6 +14,12 @@
 static const struct products_kernels *tables[8];
 static size_t table_count;
 
+/* A random matrix, and what lies in memory for it. */
+struct random_matrix {
+    struct matrix matrix;
+    void *data, *packed;
+};
+
 /* The caller frees the data. */
 static void fill_weight(struct weight *w, enum quant_type type, size_t rows, size_t columns)
 {
@@ -35,6 +41,24 @@ static struct products *open_products(const struct products_kernels *kernels, un
 
     ck_assert_msg(products_open(threads, kernels, exact, &products, &error), "%s", error.text);
     return products;
+}
+
+static struct random_matrix open_matrix(const struct products *products, enum quant_type type,
+                                        size_t rows, size_t columns)
+{
+    struct random_matrix m = {0};
+    struct error error;
+
+    fill_weight(&m.matrix.weight, type, rows, columns);
+    m.data = (void *)m.matrix.weight.data;
+    ck_assert_msg(products_pack(products, &m.matrix, 1, &m.packed, &error), "%s", error.text);
+    return m;
+}
+
+static void close_matrix(struct random_matrix *m)
+{
+    free(m->packed);
+    free(m->data);
 }
 
 static float *random_rows(size_t count)
@@ -110,25 +134,24 @@ static void check_values(int index, bool exact, float *fill(size_t count), bool 
         size_t rows = row_counts[n], x_stride;
         size_t columns =
             quant_info(type)->block_elements == 256 ? 256 * (1 + n % 3) : 32 * (1 + n % 3 * 3);
-        struct weight first, second;
+        struct random_matrix first = open_matrix(products, type, 131, columns);
+        struct random_matrix second = open_matrix(products, type, 1, columns);
 
         x_stride = columns + 32;
-        fill_weight(&first, type, 131, columns);
-        fill_weight(&second, type, 1, columns);
         float *x = fill(rows * x_stride);
         float *y = random_rows(rows * 140);
         float *z = random_rows(rows);
-        struct product list[] = {{&first, y, 140, false}, {&second, z, 1, true}};
+        struct product list[] = {{&first.matrix, y, 140, false}, {&second.matrix, z, 1, true}};
 
         for (size_t r = 0; r < rows; r++)
             z[r] = 0.5f;
         y[131] = 7; /* behind the row: must stay */
         ck_assert(products_multiply(products, x, x_stride, rows, list, 2, &error));
-        compare(&first, x, x_stride, rows, y, 140, 0, rounded && is_packed(type));
-        compare(&second, x, x_stride, rows, z, 1, 0.5f, rounded && is_packed(type));
+        compare(&first.matrix.weight, x, x_stride, rows, y, 140, 0, rounded && is_packed(type));
+        compare(&second.matrix.weight, x, x_stride, rows, z, 1, 0.5f, rounded && is_packed(type));
         ck_assert_float_eq(y[131], 7);
-        free((void *)first.data);
-        free((void *)second.data);
+        close_matrix(&first);
+        close_matrix(&second);
         free(x);
         free(y);
         free(z);
@@ -181,13 +204,12 @@ START_TEST(test_special_values)
 
     tests_seed(17);
     for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
-        struct weight w;
+        struct random_matrix w = open_matrix(products, types[t], 20, COLUMNS);
 
-        fill_weight(&w, types[t], 20, COLUMNS);
         for (size_t v = 0; v < sizeof values / sizeof *values; v++) {
             const size_t special = v * 67 % COLUMNS;
             float x[ROWS * COLUMNS], y[ROWS * 20];
-            struct product product = {&w, y, 20, false};
+            struct product product = {&w.matrix, y, 20, false};
 
             for (size_t i = 0; i < COLUMNS; i++) {
                 for (size_t r = 0; r < ROWS; r++)
@@ -209,7 +231,7 @@ START_TEST(test_special_values)
                 }
             }
         }
-        free((void *)w.data);
+        close_matrix(&w);
     }
     products_close(products);
 }
@@ -222,10 +244,9 @@ START_TEST(test_units)
     enum quant_type type = (enum quant_type)(_i % QUANT_TYPES);
     struct products *products = open_products(tables[_i / QUANT_TYPES], 2, true);
     struct error error;
-    struct weight w;
 
     tests_seed(3 + (uint64_t)_i);
-    fill_weight(&w, type, ROWS, COLUMNS);
+    struct random_matrix w = open_matrix(products, type, ROWS, COLUMNS);
     float *units = tests_allocate(COLUMNS * COLUMNS, sizeof *units);
     float *expected = random_rows(ROWS * COLUMNS), *y = random_rows(COLUMNS * ROWS);
 
@@ -234,7 +255,7 @@ START_TEST(test_units)
         units[i * COLUMNS + i] = 1;
     for (size_t at_once = 1; at_once <= COLUMNS; at_once *= 16) {
         for (size_t i = 0; i < COLUMNS; i += at_once) {
-            struct product product = {&w, y + i * ROWS, ROWS, false};
+            struct product product = {&w.matrix, y + i * ROWS, ROWS, false};
 
             ck_assert(products_multiply(products, units + i * COLUMNS, COLUMNS, at_once, &product,
                                         1, &error));
@@ -247,7 +268,7 @@ START_TEST(test_units)
         }
     }
     products_close(products);
-    free((void *)w.data);
+    close_matrix(&w);
     free(units);
     free(expected);
     free(y);
@@ -263,17 +284,15 @@ START_TEST(test_odd_columns)
     tests_seed(5);
     for (size_t t = 0; t < 3; t++) {
         for (size_t columns = 1; columns < 70; columns += 4) {
-            struct weight w;
-
-            fill_weight(&w, types[t], 3, columns);
+            struct random_matrix w = open_matrix(products, types[t], 3, columns);
             float *x = random_rows(9 * columns), y[9 * 3];
-            struct product product = {&w, y, 3, false};
+            struct product product = {&w.matrix, y, 3, false};
 
             ck_assert(products_multiply(products, x, columns, 1, &product, 1, &error));
-            compare(&w, x, columns, 1, y, 3, 0, false);
+            compare(&w.matrix.weight, x, columns, 1, y, 3, 0, false);
             ck_assert(products_multiply(products, x, columns, 9, &product, 1, &error));
-            compare(&w, x, columns, 9, y, 3, 0, false);
-            free((void *)w.data);
+            compare(&w.matrix.weight, x, columns, 9, y, 3, 0, false);
+            close_matrix(&w);
             free(x);
         }
     }
@@ -287,13 +306,14 @@ START_TEST(test_mixed_types)
     enum { COLUMNS = 512, MOST_ROWS = 9 };
     struct products *products = open_products(tables[_i], 2, false);
     struct error error;
-    struct weight w[3];
     float *x, *y[3];
 
     tests_seed(7);
-    fill_weight(&w[0], QUANT_Q4_K, 100, COLUMNS);
-    fill_weight(&w[1], QUANT_BF16, 70, COLUMNS);
-    fill_weight(&w[2], QUANT_Q6_K, 33, COLUMNS);
+    struct random_matrix w[3] = {
+        open_matrix(products, QUANT_Q4_K, 100, COLUMNS),
+        open_matrix(products, QUANT_BF16, 70, COLUMNS),
+        open_matrix(products, QUANT_Q6_K, 33, COLUMNS),
+    };
     x = byte_rows(MOST_ROWS * COLUMNS);
     for (size_t i = 0; i < 3; i++)
         y[i] = random_rows(MOST_ROWS * 100);
@@ -301,13 +321,13 @@ START_TEST(test_mixed_types)
         struct product list[3];
 
         for (size_t i = 0; i < 3; i++)
-            list[i] = (struct product){&w[i], y[i], 100, false};
+            list[i] = (struct product){&w[i].matrix, y[i], 100, false};
         ck_assert(products_multiply(products, x, COLUMNS, rows, list, 3, &error));
         for (size_t i = 0; i < 3; i++)
-            compare(&w[i], x, COLUMNS, rows, y[i], 100, 0, false);
+            compare(&w[i].matrix.weight, x, COLUMNS, rows, y[i], 100, 0, false);
     }
     for (size_t i = 0; i < 3; i++) {
-        free((void *)w[i].data);
+        close_matrix(&w[i]);
         free(y[i]);
     }
     free(x);
@@ -328,23 +348,80 @@ START_TEST(test_threads)
 
     for (size_t i = 0; i < 3 * 3 * 2; i++) {
         const size_t rows = counts[i / 3 % 3];
-        struct weight w;
+        struct weight weight;
 
-        fill_weight(&w, types[i % 3], 333, 576);
+        fill_weight(&weight, types[i % 3], 333, 576);
         for (size_t t = 0; t < 3; t++) {
-            struct product product = {&w, t == 0 ? expected : y, 333, false};
             struct products *products = open_products(tables[_i], threads[t], i / 9 == 0);
+            struct matrix w = {weight, NULL};
+            struct product product = {&w, t == 0 ? expected : y, 333, false};
+            void *packed;
 
+            ck_assert(products_pack(products, &w, 1, &packed, &error));
             ck_assert(products_multiply(products, x, 576, rows, &product, 1, &error));
             products_close(products);
+            free(packed);
             if (t > 0)
                 ck_assert_mem_eq(y, expected, rows * 333 * sizeof *y);
         }
-        free((void *)w.data);
+        free((void *)weight.data);
     }
     free(x);
     free(expected);
     free(y);
+}
+END_TEST
+
+/* Where weights are laid out anew, rows by themselves give the bits that they give together. */
+START_TEST(test_single_rows)
+{
+    enum { ROWS = 11, COLUMNS = 512, WEIGHT_ROWS = 37 };
+    struct products *products = open_products(tables[_i], 2, false);
+    struct error error;
+
+    tests_seed(11);
+    float *x = random_rows(ROWS * COLUMNS);
+    float *together = random_rows(ROWS * WEIGHT_ROWS), *alone = random_rows(ROWS * WEIGHT_ROWS);
+
+    for (size_t type = 0; type < QUANT_TYPES; type++) {
+        struct random_matrix w = open_matrix(products, (enum quant_type)type, WEIGHT_ROWS, COLUMNS);
+        struct product product = {&w.matrix, together, WEIGHT_ROWS, false};
+
+        if (w.matrix.panels != NULL) {
+            ck_assert(products_multiply(products, x, COLUMNS, ROWS, &product, 1, &error));
+            for (size_t r = 0; r < ROWS; r++) {
+                product.y = alone + r * WEIGHT_ROWS;
+                ck_assert(
+                    products_multiply(products, x + r * COLUMNS, COLUMNS, 1, &product, 1, &error));
+            }
+            require_msg(memcmp(alone, together, ROWS * WEIGHT_ROWS * sizeof *alone) == 0, "%s",
+                        quant_info((enum quant_type)type)->name);
+        }
+        close_matrix(&w);
+    }
+    free(x);
+    free(together);
+    free(alone);
+    products_close(products);
+}
+END_TEST
+
+/* Weights stay where they are for exact products, and where none is laid out anew. */
+START_TEST(test_nothing_packed)
+{
+    struct products *products = open_products(tables[_i], 1, true);
+    struct random_matrix w = open_matrix(products, QUANT_Q4_1, 20, 64);
+
+    ck_assert_ptr_null(w.packed);
+    ck_assert_ptr_null(w.matrix.panels);
+    close_matrix(&w);
+    products_close(products);
+
+    products = open_products(tables[_i], 1, false);
+    w = open_matrix(products, QUANT_BF16, 20, 64);
+    ck_assert_ptr_null(w.packed);
+    close_matrix(&w);
+    products_close(products);
 }
 END_TEST
 
@@ -392,6 +469,8 @@ int main(void)
     tcase_add_loop_test(tests, test_odd_columns, 0, (int)table_count);
     tcase_add_loop_test(tests, test_mixed_types, 0, (int)table_count);
     tcase_add_loop_test(tests, test_threads, 0, (int)table_count);
+    tcase_add_loop_test(tests, test_single_rows, 0, (int)table_count);
+    tcase_add_loop_test(tests, test_nothing_packed, 0, (int)table_count);
     tcase_add_loop_test(tests, test_swiglu, 0, (int)table_count);
     suite_add_tcase(suite, tests);
     return tests_run(suite);

@@ -244,13 +244,16 @@ static bool check_memory(const struct bench_arguments *a, const struct model *mo
                          struct error *error)
 {
     size_t dense = policy_raw_bytes(model, a->dtype, a->depth + a->prompt_tokens + a->predict);
+    const char *isa;
     size_t need;
 
     if (a->device != NULL)
         return true;
+    if (!machine_isa(&isa, error))
+        return false;
     if (__builtin_mul_overflow(dense, a->kv_count, &need) ||
         __builtin_add_overflow(need, weights, &need) ||
-        __builtin_add_overflow(need, forward_cpu_bytes(model, longest_step(a)), &need))
+        __builtin_add_overflow(need, forward_cpu_bytes(model, isa, longest_step(a)), &need))
         need = SIZE_MAX;
     return bench_check_memory(NULL, 0, need, error);
 }

@@ -65,7 +65,8 @@ bool forward_cpu_open(const struct model *model, const struct forward_cpu_option
                       struct forward **forward, struct error *error);
 extern const struct forward_operations forward_cpu;
 
-/* Bytes that it grows to, chiefly, with steps of up to `tokens`; SIZE_MAX if that overflows. */
-size_t forward_cpu_bytes(const struct model *model, size_t tokens);
+/* Bytes that it grows to, chiefly, with steps of up to `tokens`; SIZE_MAX if that overflows. Those
+ * of weights that are laid out anew are counted if the model has weights. */
+size_t forward_cpu_bytes(const struct model *model, const char *isa, size_t tokens);
 
 #endif

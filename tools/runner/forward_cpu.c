@@ -12,10 +12,15 @@
 
 #define BLOCK PRODUCTS_BLOCK_ROWS
 
+/* The matrices of a layer. */
+enum { Q, K, V, O, GATE, UP, DOWN, LAYER_MATRICES };
+
 struct forward {
     const struct model *model;
     struct forward_cpu_options options;
     struct products *products;
+    struct matrix *matrices; /* [layer_count, LAYER_MATRICES], then the output's */
+    void *packed;            /* what they are laid out in */
 
     /* For every token of a step. */
     size_t capacity;
@@ -49,16 +54,37 @@ static bool allocate(float **pointer, size_t rows, size_t columns)
     return *pointer != NULL;
 }
 
-size_t forward_cpu_bytes(const struct model *m, size_t tokens)
+/* Those of the layers in order, then the output's. */
+static const struct weight *find_weight(const struct model *m, size_t i)
 {
-    /* What reserve() allocates for any store. */
+    if (i == m->layer_count * LAYER_MATRICES)
+        return &m->output;
+
+    const struct model_layer *l = &m->layers[i / LAYER_MATRICES];
+    const struct weight *weights[] = {
+        [Q] = &l->q,       [K] = &l->k,   [V] = &l->v,       [O] = &l->o,
+        [GATE] = &l->gate, [UP] = &l->up, [DOWN] = &l->down,
+    };
+
+    return weights[i % LAYER_MATRICES];
+}
+
+size_t forward_cpu_bytes(const struct model *m, const char *isa, size_t tokens)
+{
+    /* What reserve() allocates for any store, and the weights that are laid out anew. */
+    const struct products_kernels *kernels = products_find_kernels(isa, NULL);
     const size_t row = m->hidden + (2 * m->query_heads + 2 * m->kv_heads + 1) * m->head_dim;
     size_t count, bytes;
 
-    return __builtin_mul_overflow(tokens, row, &count) ||
-                   __builtin_mul_overflow(count, sizeof(float), &bytes)
-               ? SIZE_MAX
-               : bytes;
+    if (__builtin_mul_overflow(tokens, row, &count) ||
+        __builtin_mul_overflow(count, sizeof(float), &bytes))
+        return SIZE_MAX;
+    for (size_t i = 0; m->has_weights && i < m->layer_count * LAYER_MATRICES + 1; i++) {
+        if (__builtin_add_overflow(bytes, products_packed_bytes(kernels, find_weight(m, i)),
+                                   &bytes))
+            return SIZE_MAX;
+    }
+    return bytes;
 }
 
 static bool reserve(struct forward *f, size_t tokens, bool plain_k, bool hidden,
@@ -156,6 +182,7 @@ static bool before(struct forward *f, const struct kv_layer *io, struct error *e
 {
     const struct model *m = f->model;
     const struct model_layer *layer = &m->layers[io->layer];
+    const struct matrix *matrices = f->matrices + io->layer * LAYER_MATRICES;
     size_t position = io->position, count = io->count;
     size_t query = m->query_heads * m->head_dim, kv = m->kv_heads * m->head_dim;
 
@@ -166,9 +193,9 @@ static bool before(struct forward *f, const struct kv_layer *io, struct error *e
             memcpy(f->hidden + first * m->hidden, f->normed,
                    (end - first) * m->hidden * sizeof *f->normed);
         struct product list[] = {
-            {&layer->q, f->q + first * query, query, false},
-            {&layer->k, f->k + first * kv, kv, false},
-            {&layer->v, f->v + first * kv, kv, false},
+            {&matrices[Q], f->q + first * query, query, false},
+            {&matrices[K], f->k + first * kv, kv, false},
+            {&matrices[V], f->v + first * kv, kv, false},
         };
         if (!products_multiply(f->products, f->normed, m->hidden, end - first, list, 3, error))
             return false;
@@ -181,6 +208,7 @@ static bool after(struct forward *f, const struct kv_layer *io, struct error *er
 {
     const struct model *m = f->model;
     const struct model_layer *layer = &m->layers[io->layer];
+    const struct matrix *matrices = f->matrices + io->layer * LAYER_MATRICES;
     size_t query = m->query_heads * m->head_dim, wide = m->intermediate;
     /* Behind the last layer's attention only the last row matters. */
     size_t first = io->layer + 1 < m->layer_count ? 0 : io->count - 1;
@@ -189,12 +217,12 @@ static bool after(struct forward *f, const struct kv_layer *io, struct error *er
         end = block_end(io->position, first, io->count);
         size_t rows = end - first;
         float *x = f->x + first * m->hidden;
-        struct product output = {&layer->o, x, m->hidden, true};
+        struct product output = {&matrices[O], x, m->hidden, true};
         struct product inner[] = {
-            {&layer->gate, f->gate, wide, false},
-            {&layer->up, f->up, wide, false},
+            {&matrices[GATE], f->gate, wide, false},
+            {&matrices[UP], f->up, wide, false},
         };
-        struct product down = {&layer->down, x, m->hidden, true};
+        struct product down = {&matrices[DOWN], x, m->hidden, true};
 
         if (!products_multiply(f->products, f->out + first * query, query, rows, &output, 1, error))
             return false;
@@ -242,7 +270,8 @@ static bool predict(struct forward *f, const struct kv_layer *io, float *logits,
                     struct error *error)
 {
     const struct model *m = f->model;
-    struct product output = {&m->output, logits, m->vocabulary, false};
+    struct product output = {f->matrices + m->layer_count * LAYER_MATRICES, logits, m->vocabulary,
+                             false};
 
     if (logits == NULL && token == NULL)
         return true;
@@ -262,6 +291,8 @@ static bool predict(struct forward *f, const struct kv_layer *io, float *logits,
 static void close_forward(struct forward *f)
 {
     products_close(f->products);
+    free(f->packed);
+    free(f->matrices);
     free(f->x);
     free(f->q);
     free(f->k);
@@ -278,6 +309,18 @@ static void close_forward(struct forward *f)
     free(f);
 }
 
+static bool pack(struct forward *f, struct error *error)
+{
+    const size_t count = f->model->layer_count * LAYER_MATRICES + 1;
+
+    f->matrices = calloc(count, sizeof *f->matrices);
+    if (f->matrices == NULL)
+        return error_set(error, "out of memory for the transformer");
+    for (size_t i = 0; i < count; i++)
+        f->matrices[i].weight = *find_weight(f->model, i);
+    return products_pack(f->products, f->matrices, count, &f->packed, error);
+}
+
 bool forward_cpu_open(const struct model *model, const struct forward_cpu_options *options,
                       struct forward **forward, struct error *error)
 {
@@ -289,7 +332,8 @@ bool forward_cpu_open(const struct model *model, const struct forward_cpu_option
     f->model = model;
     f->options = *options;
     if (!products_open(options->threads, products_find_kernels(options->isa, NULL), options->exact,
-                       &f->products, error))
+                       &f->products, error) ||
+        !pack(f, error))
         goto fail;
     if (!allocate(&f->normed, BLOCK, model->hidden) ||
         !allocate(&f->gate, BLOCK, model->intermediate) ||

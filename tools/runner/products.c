@@ -18,22 +18,23 @@
 
 #include "products_kernels.h"
 
-/* Up to here rows read the packed weights one by one; beyond, expanding a panel pays. Panels of
- * bytes pay earlier. */
-#define FEW_ROWS      8
-#define FEW_BYTE_ROWS 2
-/* Weight rows of one task when there are few rows. */
+/* Up to here rows read the weights one by one; beyond, expanding them to f32 for BLAS pays. */
+#define FEW_ROWS 8
+/* Weight rows of one task when there are few rows; PRODUCTS_PANEL_ROWS divides it. */
 #define STRIP_ROWS 16
-/* Weight rows of one task, and of one call of BLAS, when there are more; PRODUCTS_PANEL_ROWS
- * divides it. */
-#define PANEL_ROWS  64
-#define PANEL_BYTES (PANEL_ROWS * sizeof(float))
-/* Of byte_activations, for each two columns: codes, scales, both sums and biases. */
-#define ROW_BYTES 5
+/* Weight rows of one task, and of one call of BLAS, when there are more; the same divides it. */
+#define WIDE_ROWS  64
+#define BLAS_BYTES (WIDE_ROWS * sizeof(float))
+/* Of byte_activations, for each two columns: codes, scales and both sums. */
+#define ROW_BYTES 4
 
-#define BLOCK_TILES (PRODUCTS_BLOCK_ROWS / PRODUCTS_TILE_ROWS)
+/* What a thread takes of such tasks at once is this part of its share: alone they are too short,
+ * and memory is read best in one direction. */
+#define CHUNKS 4
 
-enum method { DOT, BYTE_DOT, BLAS, BYTE_PANEL, METHODS };
+#define HUGE_PAGE_BYTES ((size_t)2 << 20)
+
+enum method { DOT, BYTE_DOT, BLAS, PANELS, METHODS };
 
 /* A table that grows with the number of columns. */
 struct scratch {
@@ -45,10 +46,10 @@ struct products {
     unsigned threads;
     bool exact;
     const struct products_kernels *kernels;
-    struct scratch panels; /* [threads, PANEL_BYTES, columns] */
-    struct scratch tiles;  /* [BLOCK_TILES, PRODUCTS_TILE_BYTES, columns] */
-    struct scratch sums;   /* of the rows in `few`: [FEW_ROWS, 2, columns / 16] floats */
-    struct scratch bytes;  /* of those in `few_bytes`: [FEW_ROWS, ROW_BYTES, columns / 2] */
+    struct scratch blas;  /* [threads, BLAS_BYTES, columns] */
+    struct scratch tiles; /* [PRODUCTS_BLOCK_ROWS, PRODUCTS_ROW_BYTES] */
+    struct scratch sums;  /* of the rows in `few`: [FEW_ROWS, 2, columns / 16] floats */
+    struct scratch bytes; /* of those in `few_bytes`: [FEW_ROWS, ROW_BYTES, columns / 2] */
     struct activations few[FEW_ROWS];
     struct byte_activations few_bytes[FEW_ROWS];
     void *blas_room; /* held for OpenBLAS until the first product; MAP_FAILED afterwards */
@@ -155,7 +156,7 @@ void products_close(struct products *products)
     if (products == NULL)
         return;
     give_room_to_blas(products);
-    free(products->panels.data);
+    free(products->blas.data);
     free(products->tiles.data);
     free(products->sums.data);
     free(products->bytes.data);
@@ -186,13 +187,86 @@ static bool reserve(struct scratch *scratch, size_t columns, size_t bytes_per_co
 
 static enum method choose(const struct products *p, const struct product *product, size_t rows)
 {
-    const enum quant_type type = product->weight->type;
-
-    if (!p->exact && p->kernels->panel[type] != NULL && rows > FEW_BYTE_ROWS)
-        return BYTE_PANEL;
+    if (product->matrix->panels != NULL)
+        return PANELS;
     if (rows > FEW_ROWS)
         return BLAS;
-    return p->exact || p->kernels->byte_dot[type] == NULL ? DOT : BYTE_DOT;
+    return p->exact || p->kernels->byte_dot[product->matrix->weight.type] == NULL ? DOT : BYTE_DOT;
+}
+
+static size_t count_panels(const struct weight *w)
+{
+    return w->rows / PRODUCTS_PANEL_ROWS + (w->rows % PRODUCTS_PANEL_ROWS != 0);
+}
+
+/* Of a panel, in whole lines of the cache; for weights whose size did not overflow. */
+static size_t panel_bytes(const struct products_kernels *kernels, const struct weight *w)
+{
+    const size_t blocks = w->columns / quant_info(w->type)->block_elements;
+
+    return (blocks * kernels->panels[w->type].block_bytes + 63) / 64 * 64;
+}
+
+size_t products_packed_bytes(const struct products_kernels *kernels, const struct weight *weight)
+{
+    const size_t blocks = weight->columns / quant_info(weight->type)->block_elements;
+    size_t bytes;
+
+    if (__builtin_mul_overflow(blocks, kernels->panels[weight->type].block_bytes, &bytes) ||
+        bytes > SIZE_MAX - 63 ||
+        __builtin_mul_overflow(panel_bytes(kernels, weight), count_panels(weight), &bytes))
+        return SIZE_MAX;
+    return bytes;
+}
+
+static void pack(const struct products *p, const struct weight *w, unsigned char *panels)
+{
+    const size_t count = count_panels(w), bytes = panel_bytes(p->kernels, w);
+
+#pragma omp parallel for num_threads(p->threads) schedule(static) if (count > 1)
+    for (size_t i = 0; i < count; i++) {
+        const size_t first = i * PRODUCTS_PANEL_ROWS, rest = w->rows - first;
+
+        p->kernels->panels[w->type].pack((const char *)w->data + first * w->row_bytes, w->row_bytes,
+                                         rest < PRODUCTS_PANEL_ROWS ? rest : PRODUCTS_PANEL_ROWS,
+                                         w->columns, panels + i * bytes);
+    }
+}
+
+bool products_pack(const struct products *products, struct matrix *matrices, size_t count,
+                   void **memory, struct error *error)
+{
+    unsigned char *next;
+    size_t total = 0;
+
+    *memory = NULL;
+    for (size_t i = 0; i < count; i++) {
+        matrices[i].panels = NULL;
+        if (__builtin_add_overflow(
+                total, products_packed_bytes(products->kernels, &matrices[i].weight), &total) ||
+            total > SIZE_MAX - HUGE_PAGE_BYTES)
+            return error_set(error, "matrix products: more weights than memory can hold");
+    }
+    if (products->exact || total == 0)
+        return true;
+    total = (total + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    *memory = next = aligned_alloc(HUGE_PAGE_BYTES, total);
+    if (next == NULL)
+        return error_set(error, "matrix products: out of memory for %zu MiB of weights",
+                         total >> 20);
+#ifdef MADV_HUGEPAGE
+    madvise(next, total, MADV_HUGEPAGE);
+#endif
+    for (size_t i = 0; i < count; i++) {
+        const size_t bytes = products_packed_bytes(products->kernels, &matrices[i].weight);
+
+        if (bytes == 0)
+            continue;
+        pack(products, &matrices[i].weight, next);
+        matrices[i].panels = next;
+        next += bytes;
+    }
+    return true;
 }
 
 static void prepare_few(struct products *p, const struct job *job, size_t columns)
@@ -223,36 +297,35 @@ static void prepare_few_bytes(struct products *p, const struct job *job, size_t 
         row->scales = (float *)(row->codes + columns);
         row->sums_16 = row->scales + columns / 32;
         row->sums_32 = row->sums_16 + columns / 16;
-        row->biases = (int32_t *)(row->sums_32 + columns / 32);
         p->kernels->round_row(job->x + r * job->x_stride, columns, row);
     }
 }
 
 static void prepare_tiles(struct products *p, const struct job *job, size_t columns)
 {
-    const size_t tiles = (job->rows + PRODUCTS_TILE_ROWS - 1) / PRODUCTS_TILE_ROWS;
+    const size_t tile_rows = job->rows == 1 ? 1 : PRODUCTS_TILE_ROWS;
+    const size_t tiles = (job->rows + tile_rows - 1) / tile_rows;
 
 #pragma omp parallel for num_threads(p->threads) schedule(static) if (tiles > 1)
     for (size_t i = 0; i < tiles; i++) {
-        const size_t first = i * PRODUCTS_TILE_ROWS;
-        const size_t rows =
-            job->rows - first < PRODUCTS_TILE_ROWS ? job->rows - first : PRODUCTS_TILE_ROWS;
+        const size_t first = i * tile_rows, rest = job->rows - first;
 
-        p->kernels->round_tile(job->x + first * job->x_stride, job->x_stride, rows, columns,
-                               p->tiles.data + i * PRODUCTS_TILE_BYTES * columns);
+        p->kernels->round_tile(job->x + first * job->x_stride, job->x_stride,
+                               rest < tile_rows ? rest : tile_rows, tile_rows, columns,
+                               p->tiles.data + first * PRODUCTS_ROW_BYTES(columns));
     }
 }
 
 static bool prepare(struct products *p, const struct job *job)
 {
-    const size_t columns = job->list[0].weight->columns;
+    const size_t columns = job->list[0].matrix->weight.columns;
     bool used[METHODS] = {false};
 
     for (size_t i = 0; i < job->count; i++)
         used[choose(p, &job->list[i], job->rows)] = true;
     if (used[BLAS] && columns > INT_MAX)
         return false;
-    if ((used[BLAS] || used[BYTE_PANEL]) && !reserve(&p->panels, columns, p->threads * PANEL_BYTES))
+    if (used[BLAS] && !reserve(&p->blas, columns, p->threads * BLAS_BYTES))
         return false;
     if (used[DOT]) {
         if (!reserve(&p->sums, columns, FEW_ROWS * 2 * sizeof(float) / 16))
@@ -264,8 +337,8 @@ static bool prepare(struct products *p, const struct job *job)
             return false;
         prepare_few_bytes(p, job, columns);
     }
-    if (used[BYTE_PANEL]) {
-        if (!reserve(&p->tiles, columns, BLOCK_TILES * PRODUCTS_TILE_BYTES))
+    if (used[PANELS]) {
+        if (!reserve(&p->tiles, columns, PRODUCTS_BLOCK_ROWS * PRODUCTS_ROW_BYTES(8) / 8))
             return false;
         prepare_tiles(p, job, columns);
     }
@@ -275,7 +348,7 @@ static bool prepare(struct products *p, const struct job *job)
 static void multiply_few(const struct products *p, const struct job *job,
                          const struct product *product, bool bytes, size_t first, size_t end)
 {
-    const struct weight *w = product->weight;
+    const struct weight *w = &product->matrix->weight;
 
     for (size_t j = first; j < end; j++) {
         const void *row = (const char *)w->data + j * w->row_bytes;
@@ -294,7 +367,7 @@ static void multiply_few(const struct products *p, const struct job *job,
 static void multiply_blas(const struct products *p, const struct job *job,
                           const struct product *product, size_t first, size_t end, float *panel)
 {
-    const struct weight *w = product->weight;
+    const struct weight *w = &product->matrix->weight;
 
     for (size_t j = first; j < end; j++)
         p->kernels->dequantise[w->type]((const char *)w->data + j * w->row_bytes, w->columns,
@@ -304,33 +377,33 @@ static void multiply_blas(const struct products *p, const struct job *job,
                 product->add ? 1 : 0, product->y + first, (int)product->y_stride);
 }
 
-static void multiply_bytes(const struct products *p, const struct job *job,
-                           const struct product *product, size_t first, size_t end,
-                           unsigned char *panel)
+static void multiply_panels(const struct products *p, const struct job *job,
+                            const struct product *product, size_t first, size_t end)
 {
-    const struct weight *w = product->weight;
+    const struct weight *w = &product->matrix->weight;
+    const size_t bytes = panel_bytes(p->kernels, w);
 
     for (size_t j = first; j < end; j += PRODUCTS_PANEL_ROWS) {
-        const size_t weight_rows = end - j < PRODUCTS_PANEL_ROWS ? end - j : PRODUCTS_PANEL_ROWS;
+        const size_t rows = end - j < PRODUCTS_PANEL_ROWS ? end - j : PRODUCTS_PANEL_ROWS;
 
-        p->kernels->panel[w->type]((const char *)w->data + j * w->row_bytes, w->row_bytes,
-                                   weight_rows, w->columns, p->tiles.data, job->rows, panel,
-                                   product->y + j, product->y_stride, product->add);
+        p->kernels->panels[w->type].multiply(
+            product->matrix->panels + j / PRODUCTS_PANEL_ROWS * bytes, rows, w->columns,
+            p->tiles.data, job->rows, product->y + j, product->y_stride, product->add);
     }
 }
 
 /* A task is a strip of some weight rows of one matrix. */
-static size_t task_rows(enum method method)
+static size_t task_rows(enum method method, size_t rows)
 {
-    return method == DOT || method == BYTE_DOT ? STRIP_ROWS : PANEL_ROWS;
+    return method == BLAS || (method == PANELS && rows > FEW_ROWS) ? WIDE_ROWS : STRIP_ROWS;
 }
 
 static size_t count_tasks(const struct products *p, const struct job *job,
                           const struct product *product)
 {
-    const size_t rows = task_rows(choose(p, product, job->rows));
+    const size_t rows = task_rows(choose(p, product, job->rows), job->rows);
 
-    return (product->weight->rows + rows - 1) / rows;
+    return (product->matrix->weight.rows + rows - 1) / rows;
 }
 
 static void run_task(const struct products *p, const struct job *job, size_t task)
@@ -342,18 +415,18 @@ static void run_task(const struct products *p, const struct job *job, size_t tas
         task -= tasks;
 
     const enum method method = choose(p, product, job->rows);
-    const size_t first = task * task_rows(method), rest = product->weight->rows - first;
-    const size_t end = first + (rest < task_rows(method) ? rest : task_rows(method));
+    const size_t most = task_rows(method, job->rows);
+    const size_t first = task * most, rest = product->matrix->weight.rows - first;
+    const size_t end = first + (rest < most ? rest : most);
 
 #ifdef _OPENMP
     thread = (size_t)omp_get_thread_num();
 #endif
-    unsigned char *panel = p->panels.data + thread * PANEL_BYTES * p->panels.columns;
-
-    if (method == BYTE_PANEL)
-        multiply_bytes(p, job, product, first, end, panel);
+    if (method == PANELS)
+        multiply_panels(p, job, product, first, end);
     else if (method == BLAS)
-        multiply_blas(p, job, product, first, end, (float *)panel);
+        multiply_blas(p, job, product, first, end,
+                      (float *)(p->blas.data + thread * BLAS_BYTES * p->blas.columns));
     else
         multiply_few(p, job, product, method == BYTE_DOT, first, end);
 }
@@ -366,11 +439,14 @@ bool products_multiply(struct products *products, const float *x, size_t x_strid
 
     if (!prepare(products, &job))
         return error_set(error, "matrix products: out of memory for %zu columns",
-                         list[0].weight->columns);
+                         list[0].matrix->weight.columns);
     give_room_to_blas(products);
     for (size_t i = 0; i < count; i++)
         tasks += count_tasks(products, &job, &list[i]);
-#pragma omp parallel for num_threads(products->threads) schedule(dynamic) if (tasks > 1)
+
+    const size_t chunk = rows > FEW_ROWS ? 1 : tasks / products->threads / CHUNKS + 1;
+
+#pragma omp parallel for num_threads(products->threads) schedule(dynamic, chunk) if (tasks > 1)
     for (size_t task = 0; task < tasks; task++)
         run_task(products, &job, task);
     return true;

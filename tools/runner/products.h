@@ -14,9 +14,15 @@
  * depend on how the work is spread over threads. */
 #define PRODUCTS_BLOCK_ROWS 256
 
-/* y = x W^T for one matrix: y[rows, weight->rows]. */
+/* A weight matrix, and where products_pack() laid it out anew. */
+struct matrix {
+    struct weight weight;
+    const unsigned char *panels; /* or NULL */
+};
+
+/* y = x W^T for one matrix: y[rows, matrix->weight.rows]. */
 struct product {
-    const struct weight *weight;
+    const struct matrix *matrix;
     float *y;
     size_t y_stride; /* from one row to the next */
     bool add;        /* y += x W^T */
@@ -49,12 +55,21 @@ bool products_open(unsigned threads, const struct products_kernels *kernels, boo
 /* Accepts NULL. */
 void products_close(struct products *products);
 
+/* What a matrix takes when it is laid out anew; 0 if it stays as it is, SIZE_MAX on overflow. */
+size_t products_packed_bytes(const struct products_kernels *kernels, const struct weight *weight);
+
+/* Lays out anew the matrices that are multiplied faster so, in about as many bytes as before, which
+ * is what every product will read then; sets `panels` of all. The memory, NULL if there is nothing
+ * to do, is the caller's to free() when the matrices are no longer multiplied. */
+bool products_pack(const struct products *products, struct matrix *matrices, size_t count,
+                   void **memory, struct error *error);
+
 /*
  * Multiplies the same `rows` (<= PRODUCTS_BLOCK_ROWS) rows x[rows, columns], x_stride apart, with
  * `count` matrices of equal `columns`. Few rows read the weights as they are; more rows go through
- * panels of them, expanded to f32 for BLAS or to bytes. Unless `exact`, activations that meet
- * packed weights may be rounded to bytes, in blocks of 32 by at most 1/254 of the block's largest
- * magnitude; sums over a block are exact then. The result does not depend on the number of threads.
+ * panels of them, expanded to f32 for BLAS. Unless `exact`, activations that meet packed weights
+ * may be rounded to bytes, in blocks of 32 by at most 1/254 of the block's largest magnitude; sums
+ * over a block are exact then. The result does not depend on the number of threads.
  */
 bool products_multiply(struct products *products, const float *x, size_t x_stride, size_t rows,
                        const struct product *list, size_t count, struct error *error);

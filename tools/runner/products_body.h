@@ -187,6 +187,8 @@ QUANT_PACKED_TYPES(PACKED_DOT)
 #include "products_bytes.h"
 #ifdef __AVX512VNNI__
 #include "products_panels.h"
+#else
+#include "products_rows.h"
 #endif
 
 /* exp by 2^k * 2^f with |f| <= 1/2 and a polynomial of degree 6: relative error under 1e-7. */
@@ -249,11 +251,12 @@ const struct products_kernels PRODUCTS_TABLE = {
     .isa = PRODUCTS_ISA,
     .dot = {DOT_ENTRIES},
     .dequantise = {QUANT_DEQUANTISE_ENTRIES},
+#ifdef __AVX512VNNI__
+    .panels = {QUANT_PACKED_TYPES(PANEL_ENTRY)},
+    .round_tile = round_tile,
+#else
     .byte_dot = {QUANT_PACKED_TYPES(BYTE_DOT_ENTRY)},
     .round_row = round_row,
-#ifdef __AVX512VNNI__
-    .panel = {QUANT_PACKED_TYPES(PANEL_ENTRY)},
-    .round_tile = round_tile,
 #endif
     .swiglu = swiglu,
 };

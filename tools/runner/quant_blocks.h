@@ -14,11 +14,14 @@
 #define QUANT_MAX_GROUPS   16
 
 /* One block taken apart: element i is scales[g] codes[i] + minima[g], g = i / the type's group.
- * Minima are written for the types that have them. */
+ * Minima are written for the types that have them, and what follows for those with more than one
+ * group: scales[g] is factors[0] * integers[0][g], and minima[g] factors[1] * integers[1][g]. */
 struct quant_block {
     int8_t codes[QUANT_MAX_ELEMENTS];
     float scales[QUANT_MAX_GROUPS];
     float minima[QUANT_MAX_GROUPS];
+    float factors[2];
+    int8_t integers[2][QUANT_MAX_GROUPS];
 };
 
 typedef uint8_t quant_half __attribute__((vector_size(16)));
@@ -104,13 +107,15 @@ static inline void quant_five_bits(const unsigned char *block, unsigned char off
     quant_nibbles(block + 4, quant_spread(block), quant_spread(block + 2), offset, codes);
 }
 
-/* The levels of IQ4_NL and IQ4_XS, in place of the nibbles of 32 elements. */
+/* What the nibbles of IQ4_NL and IQ4_XS stand for. */
+static const int8_t quant_level[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                       1,    13,   25,  38,  53,  69,  89,  113};
+
+/* The levels in place of the nibbles of 32 elements. */
 static inline void quant_levels(const unsigned char *nibbles, int8_t *codes)
 {
-    static const int8_t levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                      1,    13,   25,  38,  53,  69,  89,  113};
 #ifdef __SSSE3__
-    const __m128i table = _mm_loadu_si128((const __m128i *)levels);
+    const __m128i table = _mm_loadu_si128((const __m128i *)quant_level);
     const __m128i bytes = _mm_loadu_si128((const __m128i *)nibbles);
     const __m128i mask = _mm_set1_epi8(15);
     __m128i low = _mm_shuffle_epi8(table, _mm_and_si128(bytes, mask));
@@ -119,14 +124,20 @@ static inline void quant_levels(const unsigned char *nibbles, int8_t *codes)
     quant_store_halves((quant_half)low, (quant_half)high, codes);
 #else
     for (size_t i = 0; i < 16; i++) {
-        codes[i] = levels[nibbles[i] & 15];
-        codes[16 + i] = levels[nibbles[i] >> 4];
+        codes[i] = quant_level[nibbles[i] & 15];
+        codes[16 + i] = quant_level[nibbles[i] >> 4];
     }
 #endif
 }
 
-static inline void quant_scale(float d, const void *integers, size_t count, float *scales)
+/* The scales, or with `kind` 1 the minima, of so many groups. */
+static inline void quant_scale(float d, const void *integers, size_t count, struct quant_block *out,
+                               size_t kind)
 {
+    float *scales = kind == 0 ? out->scales : out->minima;
+
+    out->factors[kind] = d;
+    memcpy(out->integers[kind], integers, count);
     for (size_t g = 0; g < count; g += 8) {
         int8_t bytes __attribute__((vector_size(8)));
         float scaled __attribute__((vector_size(32)));
@@ -224,8 +235,8 @@ static inline void quant_unpack_q2_k(const unsigned char *block, struct quant_bl
     int8_t integers[32];
 
     quant_four_bits(block, 0, integers);
-    quant_scale(quant_f16(block + 80), integers, 16, out->scales);
-    quant_scale(-quant_f16(block + 82), integers + 16, 16, out->minima);
+    quant_scale(quant_f16(block + 80), integers, 16, out, 0);
+    quant_scale(-quant_f16(block + 82), integers + 16, 16, out, 1);
 #pragma GCC unroll 8
     for (size_t s = 0; s < 8; s++)
         quant_store_strip(quant_strip(block + 16 + s / 4 * 32, s % 4 * 2, 3, 0), 0, out, s);
@@ -245,7 +256,7 @@ static inline void quant_unpack_q3_k(const unsigned char *block, struct quant_bl
         for (size_t i = 0; i < 4; i++)
             integers[4 * g + i] = (int8_t)((int)(six >> 8 * i & 63) - 32);
     }
-    quant_scale(quant_f16(block + 108), integers, 16, out->scales);
+    quant_scale(quant_f16(block + 108), integers, 16, out, 0);
 #pragma GCC unroll 8
     for (size_t s = 0; s < 8; s++) {
         const quant_words low = quant_strip(block + 32 + s / 4 * 32, s % 4 * 2, 3, 0);
@@ -266,8 +277,8 @@ static inline void quant_unpack_scales(const unsigned char *block, struct quant_
         (c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030),
     };
 
-    quant_scale(quant_f16(block), integers, 8, out->scales);
-    quant_scale(-quant_f16(block + 2), integers + 2, 8, out->minima);
+    quant_scale(quant_f16(block), integers, 8, out, 0);
+    quant_scale(-quant_f16(block + 2), integers + 2, 8, out, 1);
 }
 
 /* Behind the scales codes, 32 bytes for each two strips. */
@@ -295,7 +306,7 @@ static inline void quant_unpack_q5_k(const unsigned char *block, struct quant_bl
  * of Q2_K, 16 signed bytes of scales, f16 d. */
 static inline void quant_unpack_q6_k(const unsigned char *block, struct quant_block *out)
 {
-    quant_scale(quant_f16(block + 208), block + 192, 16, out->scales);
+    quant_scale(quant_f16(block + 208), block + 192, 16, out, 0);
 #pragma GCC unroll 8
     for (size_t s = 0; s < 8; s++) {
         const quant_words low = quant_strip(block + s / 4 * 64 + s % 2 * 32, s / 2 % 2 * 4, 15, 0);
@@ -308,14 +319,15 @@ static inline void quant_unpack_q6_k(const unsigned char *block, struct quant_bl
 /* f16 d, the upper two bits of 8 scales, their nibbles, then the levels of each strip. */
 static inline void quant_unpack_iq4_xs(const unsigned char *block, struct quant_block *out)
 {
-    const float d = quant_f16(block);
     const uint32_t upper = quant_u32(block) >> 16, low = quant_u32(block + 4);
+    int8_t integers[8];
 
 #pragma GCC unroll 8
     for (size_t s = 0; s < 8; s++) {
-        out->scales[s] = d * (float)((int)((low >> 4 * s & 15) | (upper >> 2 * s & 3) << 4) - 32);
+        integers[s] = (int8_t)((int)((low >> 4 * s & 15) | (upper >> 2 * s & 3) << 4) - 32);
         quant_levels(block + 8 + 16 * s, out->codes + 32 * s);
     }
+    quant_scale(quant_f16(block), integers, 8, out, 0);
 }
 
 /* X(type, function, GGUF number, elements and bytes of a block, elements of a group, has minima) */
