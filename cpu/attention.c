@@ -247,6 +247,16 @@ static void attend_factors(const struct worker *worker, uint32_t slot, const flo
                                  state->o);
 }
 
+/* The end of the pages that this thread turns to after those of a run, which ends at `end`. */
+static size_t end_ahead(const struct worker *worker, size_t end)
+{
+    const struct backend *backend = worker->backend;
+
+    return backend->step.states
+               ? end
+               : pages_count(&backend->geometry->policy, worker->unit->item->tokens);
+}
+
 /*
  * Cached pages [first, end) up to the first that is not factorized, if kernels for whole pages
  * serve them, all at once; returns how many they are. What they fetch ahead is what this thread
@@ -257,8 +267,7 @@ static size_t attend_whole_factors(const struct worker *worker, size_t first, si
 {
     const struct backend *backend = worker->backend;
     const struct backend_item *item = worker->unit->item;
-    const size_t ahead =
-        backend->step.states ? end : pages_count(&backend->geometry->policy, item->tokens);
+    const size_t ahead = end_ahead(worker, end);
     struct factor_page pages[RUN_PAGES + KERNELS_AHEAD];
     size_t n = 0;
     size_t more;
@@ -281,8 +290,9 @@ static size_t attend_whole_factors(const struct worker *worker, size_t first, si
     return n;
 }
 
-/* Cached page `number` of the unit's item into `state`; `scale` is NULL for a run's first. */
-static void attend_page(const struct worker *worker, size_t number, const float *scale,
+/* Cached page `number` of the unit's item into `state`; `scale` is NULL for a run's first, and
+ * `end` is where the run ends. */
+static void attend_page(const struct worker *worker, size_t number, size_t end, const float *scale,
                         const struct state *state)
 {
     const struct backend *backend = worker->backend;
@@ -298,8 +308,15 @@ static void attend_page(const struct worker *worker, size_t number, const float 
     }
     dense = store_dense(backend, worker->layer, worker->kv_head, page->slot);
     if (worker->whole_pages && tokens == backend->geometry->policy.page_tokens) {
+        ptrdiff_t next = 0;
+
+        if (number + 1 < end_ahead(worker, end) && item->table[number + 1].kind == SLOT_DENSE)
+            next =
+                store_dense(backend, worker->layer, worker->kv_head, item->table[number + 1].slot)
+                    .k.data -
+                dense.k.data;
         queries->arithmetic->whole_pages.attend_dense(queries->rows, queries->q_left, dense.k,
-                                                      dense.v, state->m, state->l, state->o,
+                                                      dense.v, next, state->m, state->l, state->o,
                                                       queries->output_stride);
         return;
     }
@@ -344,7 +361,7 @@ static void attend_run(const struct worker *worker, size_t run, const struct sta
         for (size_t page = first, n; page < end; page += n, scale = worker->scale) {
             n = attend_whole_factors(worker, page, end, state);
             if (n == 0) {
-                attend_page(worker, page, scale, state);
+                attend_page(worker, page, end, scale, state);
                 n = 1;
             }
         }

@@ -81,15 +81,13 @@ static void native_attend(const struct codec_queries *queries, size_t rank_k, si
 {
     const struct geometry *geometry = queries->backend->geometry;
 
-    for (size_t i = 0; i < n; i++) {
-        const struct matrix keys[2] = {part_of(geometry, PART_K_RIGHT, rank_k, pages[i].k),
-                                       part_of(geometry, PART_K_LEFT, rank_k, pages[i].k)};
-        const struct matrix values[2] = {part_of(geometry, PART_V_LEFT, rank_v, pages[i].v),
-                                         part_of(geometry, PART_V_RIGHT, rank_v, pages[i].v)};
+    const struct matrix keys[2] = {part_of(geometry, PART_K_RIGHT, rank_k, pages[0].k),
+                                   part_of(geometry, PART_K_LEFT, rank_k, pages[0].k)};
+    const struct matrix values[2] = {part_of(geometry, PART_V_LEFT, rank_v, pages[0].v),
+                                     part_of(geometry, PART_V_RIGHT, rank_v, pages[0].v)};
 
-        queries->arithmetic->whole_pages.attend_factors(queries->rows, queries->q_left, keys,
-                                                        values, m, l, o, queries->output_stride);
-    }
+    queries->arithmetic->whole_pages.attend_factors(queries->rows, queries->q_left, keys, values, n,
+                                                    pages, m, l, o, queries->output_stride);
 }
 
 static void native_row(const struct backend *backend, enum page_part part, size_t rank,

@@ -6,6 +6,7 @@
 #include "puzzlekv.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /*
@@ -108,15 +109,27 @@ typedef void kernel_pairs_to_f32(size_t rows, size_t n, const void *from, size_t
 typedef void kernel_transpose(size_t rows, size_t columns, const float *from, size_t from_stride,
                               float *to, size_t to_stride);
 
+/* K and V of a factorized page, as a codec has them (codec.h). */
+struct factor_page {
+    unsigned char *k;
+    unsigned char *v;
+};
+
+/* Pages behind the last one whose addresses a kernel for factors is given. */
+#define KERNELS_AHEAD 4
+
 /*
- * One whole page into states (m, l, o) of few rows: scores, softmax as above, o = o exp(m - m') +
- * p V. q is split; o of a new state is 0. A page is K^T [d, P] and V [P, d], or k[0] k[1] and
- * v[0] v[1].
+ * Whole pages into states (m, l, o) of few rows: scores, softmax as above, o = o exp(m - m') +
+ * p V. q is split; o of a new state is 0. A dense page is K^T [d, P] and V [P, d]; `next` bytes
+ * from both is what may be fetched for the page that comes next. Of n factorized pages, one after
+ * the other, the first is k[0] k[1] and v[0] v[1], at its beginning; the others are alike, and
+ * pages[n] .. pages[n + KERNELS_AHEAD - 1] may be fetched for what comes next.
  */
 typedef void kernel_attend_dense(size_t rows, const float *q, struct matrix k, struct matrix v,
-                                 float *m, float *l, float *o, size_t ldo);
+                                 ptrdiff_t next, float *m, float *l, float *o, size_t ldo);
 typedef void kernel_attend_factors(size_t rows, const float *q, const struct matrix k[2],
-                                   const struct matrix v[2], float *m, float *l, float *o,
+                                   const struct matrix v[2], size_t n,
+                                   const struct factor_page *pages, float *m, float *l, float *o,
                                    size_t ldo);
 
 /*
@@ -147,16 +160,8 @@ struct coded {
     size_t columns;
 };
 
-/* K and V of a factorized page, as a codec has them (codec.h). */
-struct factor_page {
-    unsigned char *k;
-    unsigned char *v;
-};
-
-/* n pages of INT4 factors, one after the other; q is f32. A page is k[0] (tall) k[1] (wide) and
- * v[0] (tall) v[1] (wide), with their scales. pages[n] .. pages[n + KERNELS_AHEAD - 1] are
- * addresses that may be fetched for what comes next. */
-#define KERNELS_AHEAD 4
+/* The same of n pages of INT4 factors; q is f32. A page is k[0] (tall) k[1] (wide) and v[0] (tall)
+ * v[1] (wide), with their scales. */
 typedef void kernel_attend_codes(size_t rows, const float *q, const struct coded k[2],
                                  const struct coded v[2], size_t n, const struct factor_page *pages,
                                  float *m, float *l, float *o, size_t ldo);

@@ -246,14 +246,28 @@ static void softmax_bf16(size_t rows, size_t n, const uint32_t *valid, float *s,
 /*
  * What the functions above do one after the other, with what passes between them kept in
  * registers: few rows would spend more time on their beginnings and ends than on products. For
- * pages of 32 tokens, ranks of up to 16 and a d that is made of whole panels.
+ * pages of 32 tokens, ranks of up to 16 and a d that is made of whole panels. Two factorized pages
+ * are computed side by side, as one waits for its own results most of the time. Every load fetches
+ * what lies at the same place in a page to come: the hardware's prefetcher is too late for what
+ * other caches hold.
  */
 #define FEW_ROWS  8 /* more than this many wait for each other less */
 #define FEW       4 /* at a time */
 #define FEW_PAGE  (2 * LANES)
 #define FEW_PAIRS (FEW_PAGE / 2)
+#define FEW_PAGES 2 /* at a time */
 
 typedef vector_f32 few_sums[FEW][PANEL_VECTORS];
+typedef float few_packed[FEW][LANES];
+
+/* The same matrix of some pages. */
+struct few_matrix {
+    size_t row_bytes; /* of a pair of rows */
+    struct {
+        const char *data;
+        ptrdiff_t ahead; /* to the page that is fetched */
+    } page[FEW_PAGES];
+};
 
 INLINE void few_zero(size_t rows, size_t vectors, few_sums sum)
 {
@@ -265,61 +279,75 @@ INLINE void few_zero(size_t rows, size_t vectors, few_sums sum)
     }
 }
 
-/* Adds a b, pairs of rows p, p + step, ..; `terms` as in tile_pairs(). */
-INLINE void few_multiply(size_t rows, size_t vectors, size_t terms, size_t p, size_t step,
-                         size_t pairs, const float *a, size_t lda, const char *b, size_t ldb_bytes,
-                         few_sums sum)
+INLINE vector_u32 few_load(const struct few_matrix *b, size_t page, size_t p, size_t j)
 {
-    const float *low = a + lda / 2;
+    const char *pairs = b->page[page].data + p * b->row_bytes;
 
-    for (; p < pairs; p += step) {
+    _mm_prefetch(pairs + j * LANES * sizeof(uint32_t) + b->page[page].ahead, _MM_HINT_T0);
+    return load_pairs(pairs, j);
+}
+
+/* Adds a b of a page, a pair of rows; `terms` as in tile_pairs(). */
+INLINE void few_add(size_t rows, size_t terms, const float *a, size_t lda, vector_u32 b, size_t j,
+                    few_sums sum)
+{
+    UNROLL
+    for (size_t i = 0; i < rows; i++)
+        sum[i][j] = vector_dot(sum[i][j], a + i * lda, b);
+    UNROLL
+    for (size_t i = 0; i < rows && terms == 2; i++)
+        sum[i][j] = vector_dot(sum[i][j], a + lda / 2 + i * lda, b);
+}
+
+/* sum[page] = a[page] b of each page, in two vectors a row. */
+INLINE void few_score(size_t rows, size_t pages, size_t pairs, const float *const a[FEW_PAGES],
+                      size_t lda, const struct few_matrix *b, few_sums sum[FEW_PAGES])
+{
+    UNROLL
+    for (size_t page = 0; page < pages; page++)
+        few_zero(rows, 2, sum[page]);
+    for (size_t p = 0; p < pairs; p++) {
         UNROLL
-        for (size_t j = 0; j < vectors; j++) {
-            vector_u32 x = load_pairs(b + p * ldb_bytes, j);
-
+        for (size_t page = 0; page < pages; page++) {
             UNROLL
-            for (size_t i = 0; i < rows; i++)
-                sum[i][j] = vector_dot(sum[i][j], a + i * lda + p, x);
-            UNROLL
-            for (size_t i = 0; i < rows && terms == 2; i++)
-                sum[i][j] = vector_dot(sum[i][j], low + i * lda + p, x);
+            for (size_t j = 0; j < 2; j++)
+                few_add(rows, 2, a[page] + p, lda, few_load(b, page, p, j), j, sum[page]);
         }
     }
 }
 
-/* A product of one vector a row: as two sums, even and odd pairs, for their latency. */
-INLINE void few_narrow(size_t rows, size_t terms, size_t pairs, const float *a, size_t lda,
-                       const char *b, size_t ldb_bytes, few_sums sum)
+/* The same in one vector a row: as two sums, even and odd pairs, for their latency. */
+INLINE void few_narrow(size_t rows, size_t pages, size_t terms, size_t pairs,
+                       const float *const a[FEW_PAGES], size_t lda, const struct few_matrix *b,
+                       few_sums sum[FEW_PAGES])
 {
-    const float *low = a + lda / 2;
-    few_sums odd;
+    few_sums odd[FEW_PAGES];
     size_t p = 0;
 
-    few_zero(rows, 1, sum);
-    few_zero(rows, 1, odd);
+    UNROLL
+    for (size_t page = 0; page < pages; page++) {
+        few_zero(rows, 1, sum[page]);
+        few_zero(rows, 1, odd[page]);
+    }
     for (; p + 2 <= pairs; p += 2) {
-        vector_u32 x = load_pairs(b + p * ldb_bytes, 0);
-        vector_u32 y = load_pairs(b + (p + 1) * ldb_bytes, 0);
-
         UNROLL
-        for (size_t i = 0; i < rows; i++) {
-            sum[i][0] = vector_dot(sum[i][0], a + i * lda + p, x);
-            odd[i][0] = vector_dot(odd[i][0], a + i * lda + p + 1, y);
-        }
-        UNROLL
-        for (size_t i = 0; i < rows && terms == 2; i++) {
-            sum[i][0] = vector_dot(sum[i][0], low + i * lda + p, x);
-            odd[i][0] = vector_dot(odd[i][0], low + i * lda + p + 1, y);
+        for (size_t page = 0; page < pages; page++) {
+            few_add(rows, terms, a[page] + p, lda, few_load(b, page, p, 0), 0, sum[page]);
+            few_add(rows, terms, a[page] + p + 1, lda, few_load(b, page, p + 1, 0), 0, odd[page]);
         }
     }
-    few_multiply(rows, 1, terms, p, 1, pairs, a, lda, b, ldb_bytes, sum);
     UNROLL
-    for (size_t i = 0; i < rows; i++)
-        sum[i][0] += odd[i][0];
+    for (size_t page = 0; page < pages; page++) {
+        if (p < pairs)
+            few_add(rows, terms, a[page] + p, lda, few_load(b, page, p, 0), 0, sum[page]);
+        UNROLL
+        for (size_t i = 0; i < rows; i++)
+            sum[page][i][0] += odd[page][i][0];
+    }
 }
 
 /* Rows of up to 16 elements in the first vector of sums. */
-INLINE void few_pack(size_t rows, size_t terms, size_t n, few_sums sum, float out[FEW][LANES])
+INLINE void few_pack(size_t rows, size_t terms, size_t n, few_sums sum, few_packed out)
 {
     const __mmask16 counts = lanes(0, n);
 
@@ -337,24 +365,32 @@ INLINE void few_pack(size_t rows, size_t terms, size_t n, few_sums sum, float ou
     }
 }
 
-/* Scores in two vectors a row to packed rows; rescales o where a maximum has risen. */
-INLINE void few_softmax(size_t rows, few_sums score, float *m, float *l, size_t d, float *o,
-                        size_t ldo, float packed[FEW][LANES])
+/* Scores of a row in two vectors for each page. */
+INLINE __m512 few_largest(size_t pages, size_t row, few_sums score[FEW_PAGES])
+{
+    __m512 top = _mm512_max_ps((__m512)score[0][row][0], (__m512)score[0][row][1]);
+
+    UNROLL
+    for (size_t page = 1; page < pages; page++)
+        top = _mm512_max_ps(
+            top, _mm512_max_ps((__m512)score[page][row][0], (__m512)score[page][row][1]));
+    return top;
+}
+
+/* Scores to packed rows; rescales o where a maximum has risen. */
+INLINE void few_softmax(size_t rows, size_t pages, few_sums score[FEW_PAGES], float *m, float *l,
+                        size_t d, float *o, size_t ldo, few_packed packed[FEW_PAGES])
 {
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
     __mmask16 above = 0;
 
     UNROLL
-    for (size_t i = 0; i < rows; i++) {
-        __m512 top = _mm512_set1_ps(m[i] + KERNELS_SLACK);
-
-        above |= _mm512_cmp_ps_mask((__m512)score[i][0], top, _CMP_GT_OQ) |
-                 _mm512_cmp_ps_mask((__m512)score[i][1], top, _CMP_GT_OQ);
-    }
+    for (size_t i = 0; i < rows; i++)
+        above |= _mm512_cmp_ps_mask(few_largest(pages, i, score),
+                                    _mm512_set1_ps(m[i] + KERNELS_SLACK), _CMP_GT_OQ);
     if (__builtin_expect(above != 0, 0)) {
         for (size_t i = 0; i < rows; i++) {
-            float largest =
-                _mm512_reduce_max_ps(_mm512_max_ps((__m512)score[i][0], (__m512)score[i][1]));
+            float largest = _mm512_reduce_max_ps(few_largest(pages, i, score));
             vector_f32 scale;
 
             if (!(largest > m[i] + KERNELS_SLACK))
@@ -368,23 +404,27 @@ INLINE void few_softmax(size_t rows, few_sums score, float *m, float *l, size_t 
     }
     UNROLL
     for (size_t i = 0; i < rows; i++) {
-        __m512 top = _mm512_set1_ps(m[i]);
-        __m512 p = exponential_bf16(_mm512_sub_ps((__m512)score[i][0], top));
-        __m512 q = exponential_bf16(_mm512_sub_ps((__m512)score[i][1], top));
-        __m512bh both = _mm512_cvtne2ps_pbh(q, p);
+        const __m512 top = _mm512_set1_ps(m[i]);
+        __m512 sum = _mm512_setzero_ps();
 
-        memcpy(packed[i], &both, sizeof both);
-        l[i] += _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), both, ones));
+        UNROLL
+        for (size_t page = 0; page < pages; page++) {
+            __m512 p = exponential_bf16(_mm512_sub_ps((__m512)score[page][i][0], top));
+            __m512 q = exponential_bf16(_mm512_sub_ps((__m512)score[page][i][1], top));
+            __m512bh both = _mm512_cvtne2ps_pbh(q, p);
+
+            memcpy(packed[page][i], &both, sizeof both);
+            sum = _mm512_dpbf16_ps(sum, both, ones);
+        }
+        l[i] += _mm512_reduce_add_ps(sum);
     }
 }
 
-/* o += a b for b [2 pairs, d]. */
-INLINE void few_accumulate(size_t rows, size_t pairs, float a[FEW][LANES], const char *b, size_t d,
-                           float *o, size_t ldo)
+/* o += a b for b [2 pairs, d], page after page. */
+INLINE void few_accumulate(size_t rows, size_t pages, size_t pairs, few_packed a[FEW_PAGES],
+                           struct few_matrix b, size_t d, float *o, size_t ldo)
 {
-    const size_t row_bytes = PANEL * sizeof(uint32_t);
-
-    for (size_t j = 0; j < d; j += PANEL, b += pairs * row_bytes) {
+    for (size_t j = 0; j < d; j += PANEL) {
         few_sums sum;
 
         UNROLL
@@ -393,44 +433,81 @@ INLINE void few_accumulate(size_t rows, size_t pairs, float a[FEW][LANES], const
             for (size_t v = 0; v < PANEL_VECTORS; v++)
                 sum[i][v] = load(o + i * ldo + j + v * LANES);
         }
-        few_multiply(rows, PANEL_VECTORS, 1, 0, 1, pairs, a[0], LANES, b, row_bytes, sum);
+        UNROLL
+        for (size_t page = 0; page < pages; page++) {
+            for (size_t p = 0; p < pairs; p++) {
+                UNROLL
+                for (size_t v = 0; v < PANEL_VECTORS; v++)
+                    few_add(rows, 1, a[page][0] + p, LANES, few_load(&b, page, p, v), v, sum);
+            }
+            b.page[page].data += pairs * b.row_bytes;
+        }
         sums_end(rows, PANEL_VECTORS, sum, o + j, ldo);
     }
 }
 
-INLINE void few_dense(size_t rows, const float *q, struct matrix k, struct matrix v, float *m,
-                      float *l, float *o, size_t ldo)
+INLINE void few_dense(size_t rows, const float *q, struct matrix k, struct matrix v, ptrdiff_t next,
+                      float *m, float *l, float *o, size_t ldo)
 {
     const size_t d = k.rows;
-    float packed[FEW][LANES];
-    few_sums sum;
+    const struct few_matrix keys = {FEW_PAGE * sizeof(uint32_t), {{(const char *)k.data, next}}};
+    const struct few_matrix values = {PANEL * sizeof(uint32_t), {{(const char *)v.data, next}}};
+    const float *const queries[FEW_PAGES] = {q};
+    few_packed packed[FEW_PAGES];
+    few_sums sum[FEW_PAGES];
 
-    few_zero(rows, 2, sum);
-    few_multiply(rows, 2, 2, 0, 1, d / 2, q, d, (const char *)k.data, FEW_PAGE * sizeof(uint32_t),
-                 sum);
-    few_softmax(rows, sum, m, l, d, o, ldo, packed);
-    few_accumulate(rows, FEW_PAIRS, packed, (const char *)v.data, d, o, ldo);
+    few_score(rows, 1, d / 2, queries, d, &keys, sum);
+    few_softmax(rows, 1, sum, m, l, d, o, ldo, packed);
+    few_accumulate(rows, 1, FEW_PAIRS, packed, values, d, o, ldo);
 }
 
-INLINE void few_factors(size_t rows, const float *q, const struct matrix *k, const struct matrix *v,
-                        float *m, float *l, float *o, size_t ldo)
+/* `offset` bytes into the K of some pages, or their V. */
+INLINE struct few_matrix few_part(size_t pages, const struct factor_page *page, bool is_key,
+                                  size_t offset, size_t row_bytes)
+{
+    struct few_matrix part = {.row_bytes = row_bytes};
+
+    UNROLL
+    for (size_t i = 0; i < pages; i++) {
+        const char *data = (const char *)(is_key ? page[i].k : page[i].v);
+        const char *ahead = (const char *)(is_key ? page[i + FEW_PAGES].k : page[i + FEW_PAGES].v);
+
+        part.page[i].data = data + offset;
+        part.page[i].ahead = ahead - data;
+    }
+    return part;
+}
+
+INLINE void few_factors(size_t rows, size_t pages, const float *q, const struct matrix *k,
+                        const struct matrix *v, const struct factor_page *page, float *m, float *l,
+                        float *o, size_t ldo)
 {
     const size_t d = k[0].rows;
     const size_t rank_k = k[0].columns;
     const size_t rank_v = v[0].columns;
-    float packed[FEW][LANES];
-    few_sums sum;
+    const size_t pair = sizeof(uint32_t);
+    const struct few_matrix key_right = few_part(pages, page, true, 0, rank_k * pair);
+    const struct few_matrix key_left =
+        few_part(pages, page, true, (size_t)(k[1].data - k[0].data), FEW_PAGE * pair);
+    const struct few_matrix value_left = few_part(pages, page, false, 0, rank_v * pair);
+    const struct few_matrix value_right =
+        few_part(pages, page, false, (size_t)(v[1].data - v[0].data), PANEL * pair);
+    few_packed packed[FEW_PAGES];
+    const float *const queries[FEW_PAGES] = {q, q};
+    const float *const inner[FEW_PAGES] = {packed[0][0], packed[1][0]};
+    few_sums sum[FEW_PAGES];
 
-    few_narrow(rows, 2, d / 2, q, d, (const char *)k[0].data, rank_k * sizeof(uint32_t), sum);
-    few_pack(rows, 2, rank_k, sum, packed);
-    few_zero(rows, 2, sum);
-    few_multiply(rows, 2, 2, 0, 1, (rank_k + 1) / 2, packed[0], LANES, (const char *)k[1].data,
-                 FEW_PAGE * sizeof(uint32_t), sum);
-    few_softmax(rows, sum, m, l, d, o, ldo, packed);
-    few_narrow(rows, 1, FEW_PAIRS, packed[0], LANES, (const char *)v[0].data,
-               rank_v * sizeof(uint32_t), sum);
-    few_pack(rows, 1, rank_v, sum, packed);
-    few_accumulate(rows, (rank_v + 1) / 2, packed, (const char *)v[1].data, d, o, ldo);
+    few_narrow(rows, pages, 2, d / 2, queries, d, &key_right, sum);
+    UNROLL
+    for (size_t i = 0; i < pages; i++)
+        few_pack(rows, 2, rank_k, sum[i], packed[i]);
+    few_score(rows, pages, (rank_k + 1) / 2, inner, LANES, &key_left, sum);
+    few_softmax(rows, pages, sum, m, l, d, o, ldo, packed);
+    few_narrow(rows, pages, 1, FEW_PAIRS, inner, LANES, &value_left, sum);
+    UNROLL
+    for (size_t i = 0; i < pages; i++)
+        few_pack(rows, 1, rank_v, sum[i], packed[i]);
+    few_accumulate(rows, pages, (rank_v + 1) / 2, packed, value_right, d, o, ldo);
 }
 
 #include "kernels_avx512_codes.h"
@@ -451,21 +528,30 @@ static bool few_fit(size_t page_tokens, size_t d, size_t rank)
 }
 
 static void attend_dense_bf16(size_t rows, const float *q, struct matrix k, struct matrix v,
-                              float *m, float *l, float *o, size_t ldo)
+                              ptrdiff_t next, float *m, float *l, float *o, size_t ldo)
 {
     const size_t d = k.rows;
 
-#define DENSE(n) few_dense(n, q, k, v, m, l, o, ldo)
+#define DENSE(n) few_dense(n, q, k, v, next, m, l, o, ldo)
     EACH_FEW(DENSE);
 #undef DENSE
 }
 
 static void attend_factors_bf16(size_t rows, const float *q, const struct matrix k[2],
-                                const struct matrix v[2], float *m, float *l, float *o, size_t ldo)
+                                const struct matrix v[2], size_t n, const struct factor_page *pages,
+                                float *m, float *l, float *o, size_t ldo)
 {
     const size_t d = k[0].rows;
 
-#define FACTORS(n) few_factors(n, q, k, v, m, l, o, ldo)
+#define FACTORS(few)                                                                               \
+    do {                                                                                           \
+        size_t i = 0;                                                                              \
+                                                                                                   \
+        for (; i + FEW_PAGES <= n; i += FEW_PAGES)                                                 \
+            few_factors(few, FEW_PAGES, q, k, v, pages + i, m, l, o, ldo);                         \
+        if (i < n)                                                                                 \
+            few_factors(few, 1, q, k, v, pages + i, m, l, o, ldo);                                 \
+    } while (0)
     EACH_FEW(FACTORS);
 #undef FACTORS
 }

@@ -11,6 +11,10 @@
 
 #include "options.h"
 
+/* As far ahead memory is asked for: processors that wait for their own prefetching, which stops at
+ * the ends of pages, read at no more than half of what they can. */
+#define AHEAD ((size_t)4 << 10)
+
 /* What one addition takes; the compiler splits it into the vectors that it has. */
 typedef uint64_t block __attribute__((vector_size(64)));
 
@@ -55,6 +59,8 @@ static void sum_up(const block *from, size_t count)
     block even = {0}, odd = {0};
 
     for (size_t i = 0; i + 2 <= count; i += 2) {
+        __builtin_prefetch((const char *)(from + i) + AHEAD);
+        __builtin_prefetch((const char *)(from + i + 1) + AHEAD);
         even += from[i];
         odd += from[i + 1];
     }
