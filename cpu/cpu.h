@@ -82,6 +82,13 @@ struct cpu_step {
 
 struct codec; /* codec.h */
 
+/* Where the factor pages of a layer lie, in bytes. */
+struct factor_layout {
+    size_t offset; /* of its first, from `factor` of the backend */
+    size_t page;   /* from one to the next */
+    size_t k;      /* of K, behind which V lies */
+};
+
 struct backend {
     const struct geometry *geometry;
     struct memory *memory;
@@ -98,7 +105,7 @@ struct backend {
     unsigned char *dense;
     unsigned char *factor;
     size_t reserved_bytes;
-    size_t *factor_offset; /* [layers]: bytes from `factor` */
+    struct factor_layout *factors; /* [layers] */
 
     struct cpu_step step;
 };

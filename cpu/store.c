@@ -33,11 +33,6 @@ static size_t factor_part_bytes(const struct backend *backend, size_t layer, boo
     return (bytes + sizeof(float) - 1) / sizeof(float) * sizeof(float);
 }
 
-static size_t factor_page_bytes(const struct backend *backend, size_t layer)
-{
-    return factor_part_bytes(backend, layer, true) + factor_part_bytes(backend, layer, false);
-}
-
 /* *total += layer_heads * slots * page_bytes; false when that wraps. */
 static bool add_pages(size_t *total, size_t heads, size_t slots, size_t page_bytes)
 {
@@ -69,18 +64,21 @@ pkv_status store_open(struct backend *backend)
     bool fits = true;
     pkv_status status;
 
-    backend->factor_offset =
-        memory_allocate(backend->memory, geometry->layers, sizeof *backend->factor_offset);
-    if (!backend->factor_offset)
+    backend->factors = memory_allocate(backend->memory, geometry->layers, sizeof *backend->factors);
+    if (!backend->factors)
         return fail(backend->message, PKV_ERROR_MEMORY, "cannot allocate the table of %zu layers",
                     geometry->layers);
     for (size_t layer = 0; layer < geometry->layers; layer++) {
-        backend->factor_offset[layer] = factor;
+        struct factor_layout *layout = &backend->factors[layer];
+
+        *layout = (struct factor_layout){.offset = factor};
         fits = fits && add_pages(&dense, geometry->kv_heads, backend->dense_slots,
                                  dense_page_bytes(geometry));
-        if (backend->factor_slots > 0)
-            fits = fits && add_pages(&factor, geometry->kv_heads, backend->factor_slots,
-                                     factor_page_bytes(backend, layer));
+        if (backend->factor_slots == 0)
+            continue;
+        layout->k = factor_part_bytes(backend, layer, true);
+        layout->page = layout->k + factor_part_bytes(backend, layer, false);
+        fits = fits && add_pages(&factor, geometry->kv_heads, backend->factor_slots, layout->page);
     }
     /* Half the address space is left for the padding and for what else wraps. */
     if (!fits || dense > SIZE_MAX / 2 || factor > SIZE_MAX / 2)
@@ -97,7 +95,7 @@ void store_close(struct backend *backend)
 {
     memory_release(backend->memory, backend->factor);
     memory_release(backend->memory, backend->dense);
-    memory_release(backend->memory, backend->factor_offset);
+    memory_release(backend->memory, backend->factors);
 }
 
 struct dense_page store_dense(const struct backend *backend, size_t layer, size_t kv_head,
@@ -117,12 +115,11 @@ struct dense_page store_dense(const struct backend *backend, size_t layer, size_
 struct factor_page store_factors(const struct backend *backend, size_t layer, size_t kv_head,
                                  uint32_t slot)
 {
-    struct factor_page page;
+    const struct factor_layout *layout = &backend->factors[layer];
+    unsigned char *page =
+        backend->factor + layout->offset + (kv_head * backend->factor_slots + slot) * layout->page;
 
-    page.k = backend->factor + backend->factor_offset[layer] +
-             (kv_head * backend->factor_slots + slot) * factor_page_bytes(backend, layer);
-    page.v = page.k + factor_part_bytes(backend, layer, true);
-    return page;
+    return (struct factor_page){page, page + layout->k};
 }
 
 /* Rows of one KV head's blocks: an item's last one may be odd, and then takes one row more. */

@@ -14,6 +14,10 @@
 #define PANEL PRODUCTS_PANEL_ROWS
 #define QUADS 8 /* of a strip */
 
+/* Bytes ahead that are fetched: two pages of memory, as the hardware's prefetcher stops at their
+ * ends. */
+#define PANEL_AHEAD 8192
+
 /* Bits of a code in a panel, and what was added to the code to make it one without sign. */
 enum {
     BITS_q4_0 = 4,
@@ -282,9 +286,8 @@ multiply_tile(const unsigned char *panel, const struct tile *t, size_t rows, siz
                 __m512i dots[TILE];
                 __m512 scale, minimum = _mm512_setzero_ps();
 
-                /* Far ahead, or the first of a page of memory come late. */
                 for (size_t line = 0; line < block_bytes / groups; line += 64)
-                    _mm_prefetch((const char *)strip + PREFETCH + line, _MM_HINT_T0);
+                    _mm_prefetch((const char *)strip + PANEL_AHEAD + line, _MM_HINT_T0);
 #pragma GCC unroll 8
                 for (size_t r = 0; r < rows; r++)
                     dots[r] = l.log_offset == 0 ? _mm512_setzero_si512()
