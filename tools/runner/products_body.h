@@ -2,6 +2,8 @@
 /* The inner loops of products.c, compiled once per instruction set. The including file defines
  * PRODUCTS_TABLE, PRODUCTS_NAME and PRODUCTS_ISA. Vectors are as wide as the instruction set's
  * registers, 8 lanes at least; the compiler splits what is wider than a register. */
+#include <float.h>
+
 #include "products_kernels.h"
 #include "quant_blocks.h"
 
@@ -184,11 +186,13 @@ packed_dot(const unsigned char *block, const struct activations *a, size_t colum
     }
 QUANT_PACKED_TYPES(PACKED_DOT)
 
-#include "products_bytes.h"
+/* Below this a block counts as zeros: the reciprocal of its scale could overflow. */
+#define SMALLEST_MAGNITUDE 1e-30f
+
 #ifdef __AVX512VNNI__
 #include "products_panels.h"
 #else
-#include "products_rows.h"
+#include "products_bytes.h"
 #endif
 
 /* exp by 2^k * 2^f with |f| <= 1/2 and a polynomial of degree 6: relative error under 1e-7. */

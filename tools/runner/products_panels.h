@@ -89,6 +89,27 @@ static inline struct tile find_tile(const unsigned char *bytes, size_t rows, siz
     return t;
 }
 
+/* To 32 codes, -127 .. 127, and the sums of both halves; returns their scale. */
+static inline float round_strip(const float *x, int8_t codes[32], int32_t sums[2])
+{
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
+    const __m512i larger = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(low), magnitude),
+                                            _mm512_and_si512(_mm512_castps_si512(high), magnitude));
+    const float largest = quant_bits_f32((uint32_t)_mm512_reduce_max_epi32(larger));
+    const __m512 inverse = _mm512_set1_ps(largest > SMALLEST_MAGNITUDE ? 127 / largest : 0);
+    /* Not so of what is no number: the scale alone tells of it. */
+    const __mmask16 finite = largest <= FLT_MAX ? 0xffff : 0;
+    const __m512i low_codes = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(low, inverse));
+    const __m512i high_codes = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(high, inverse));
+
+    _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8(low_codes));
+    _mm_storeu_si128((__m128i *)(codes + 16), _mm512_cvtepi32_epi8(high_codes));
+    sums[0] = _mm512_reduce_add_epi32(low_codes);
+    sums[1] = _mm512_reduce_add_epi32(high_codes);
+    return largest / 127;
+}
+
 static void round_tile(const float *x, size_t x_stride, size_t rows, size_t tile_rows,
                        size_t columns, unsigned char *bytes)
 {
@@ -98,18 +119,19 @@ static void round_tile(const float *x, size_t x_stride, size_t rows, size_t tile
     for (size_t b = 0; b < columns / 32; b++) {
         for (size_t r = 0; r < tile_rows; r++) {
             int8_t codes[32];
-            const float scale = round_block(r < rows ? x + r * x_stride + 32 * b : zeros, codes);
-            const int32_t low = sum_16(codes), high = sum_16(codes + 16);
+            int32_t sums[2];
+            const float scale =
+                round_strip(r < rows ? x + r * x_stride + 32 * b : zeros, codes, sums);
 
             for (size_t k = 0; k < QUADS; k++)
                 memcpy(t.codes + 4 * ((QUADS * b + k) * tile_rows + r), codes + 4 * k, 4);
             t.scales[b * tile_rows + r] = scale;
-            t.sums_16[2 * b * tile_rows + r] = scale * (float)low;
-            t.sums_16[(2 * b + 1) * tile_rows + r] = scale * (float)high;
-            t.sums_32[b * tile_rows + r] = scale * (float)(low + high);
-            t.negative_16[2 * b * tile_rows + r] = -low;
-            t.negative_16[(2 * b + 1) * tile_rows + r] = -high;
-            t.negative_32[b * tile_rows + r] = -(low + high);
+            t.sums_16[2 * b * tile_rows + r] = scale * (float)sums[0];
+            t.sums_16[(2 * b + 1) * tile_rows + r] = scale * (float)sums[1];
+            t.sums_32[b * tile_rows + r] = scale * (float)(sums[0] + sums[1]);
+            t.negative_16[2 * b * tile_rows + r] = -sums[0];
+            t.negative_16[(2 * b + 1) * tile_rows + r] = -sums[1];
+            t.negative_32[b * tile_rows + r] = -(sums[0] + sums[1]);
         }
     }
 }
