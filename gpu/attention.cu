@@ -56,7 +56,7 @@ struct unit {
 
 struct attention_views {
     struct layer_view layer;
-    const struct plan_view *plan;
+    struct launch_plan plan;
     pkv_input q, k, v;
     pkv_output out;
     float *lse;
@@ -71,7 +71,8 @@ static size_t divide_up(size_t a, size_t b)
 
 /* ---- Units ---- */
 
-__device__ static struct unit unit_at(const struct attention_views *a, size_t number)
+__device__ static struct unit unit_at(const struct attention_views *a, const struct plan_view *plan,
+                                      size_t number)
 {
     const struct layer_view *layer = &a->layer;
     const unsigned group = layer->query_heads / layer->kv_heads;
@@ -79,7 +80,7 @@ __device__ static struct unit unit_at(const struct attention_views *a, size_t nu
     const size_t pages_of_run = (size_t)RUN_PAGES * layer->length;
     struct unit unit;
     size_t low = 0;
-    size_t high = a->plan->n_items;
+    size_t high = plan->n_items;
 
     number /= a->division.tiles;
     unit.kv_head = (unsigned)(number % layer->kv_heads);
@@ -87,13 +88,13 @@ __device__ static struct unit unit_at(const struct attention_views *a, size_t nu
     while (high - low > 1) {
         size_t middle = low + (high - low) / 2;
 
-        if (a->plan->items[middle].first_row <= unit.row)
+        if (plan->items[middle].first_row <= unit.row)
             low = middle;
         else
             high = middle;
     }
-    unit.item = &a->plan->items[low];
-    unit.table = a->plan->tables + unit.item->first_page;
+    unit.item = &plan->items[low];
+    unit.table = plan->tables + unit.item->first_page;
     unit.new_token = unit.row - unit.item->first_row;
     unit.first_head = unit.kv_head * group + tile * a->division.heads;
     unit.heads = group - tile * a->division.heads;
@@ -423,9 +424,11 @@ __global__ static void attend_units(struct attention_views a)
 {
     PKV_SHARED(float, shared);
     const struct shared_layout *layout = &a.division.layout;
+    const struct plan_view *plan = plan_of(&a.plan);
+    const size_t units = plan ? a.division.units : 0;
 
-    for (size_t number = blockIdx.x; number < a.division.units; number += gridDim.x) {
-        const struct unit unit = unit_at(&a, number);
+    for (size_t number = blockIdx.x; number < units; number += gridDim.x) {
+        const struct unit unit = unit_at(&a, plan, number);
 
         if (left_to_decode(&a, &unit))
             continue;
@@ -446,11 +449,15 @@ __global__ static void attend_split_units(struct attention_views a)
 {
     PKV_SHARED(float, shared);
     const struct shared_layout *layout = &a.division.layout;
+    const struct plan_view *plan = plan_of(&a.plan);
     const size_t number = blockIdx.x;
     const size_t run = blockIdx.y;
-    const struct unit unit = unit_at(&a, number);
     float *state = state_at(&a, number, run);
+    struct unit unit;
 
+    if (!plan)
+        return;
+    unit = unit_at(&a, plan, number);
     if (run >= unit.runs || left_to_decode(&a, &unit))
         return;
     load_queries(&a, &unit, shared);
@@ -467,8 +474,12 @@ __global__ static void merge_split_units(struct attention_views a)
 {
     PKV_SHARED(float, shared);
     const struct shared_layout *layout = &a.division.layout;
-    const struct unit unit = unit_at(&a, blockIdx.x);
+    const struct plan_view *plan = plan_of(&a.plan);
+    struct unit unit;
 
+    if (!plan)
+        return;
+    unit = unit_at(&a, plan, blockIdx.x);
     if (left_to_decode(&a, &unit))
         return;
     clear_state(&a, &unit, layout->merged_m, layout->merged_l, layout->merged_o, shared);

@@ -45,7 +45,7 @@
 
 struct decode_views {
     struct layer_view layer;
-    const struct plan_view *plan;
+    struct launch_plan plan;
     pkv_input q, k, v;
     pkv_output out;
     float *lse;
@@ -590,12 +590,11 @@ __device__ static void load_queries(const struct decode_views *a, size_t row, un
 
 template <unsigned D, pkv_dtype DTYPE, bool CODED_K, bool CODED_V>
 __device__ static void attend_warp(const struct decode_views *a, const struct device_item *item,
-                                   unsigned kv_head, float *shared)
+                                   const struct page *table, unsigned kv_head, float *shared)
 {
     const unsigned lane = threadIdx.x % 32;
     const unsigned g = lane / 4, t = lane % 4;
     const size_t first = (size_t)blockIdx.x * BLOCK_PAGES + threadIdx.x / 32 * WARP_PAGES;
-    const struct page *table = a->plan->tables + item->first_page + first;
     const float scale = shared[shared_places<D>::scale + g];
     unsigned tokens = 0; /* of the warp's pages that are left */
     struct split_b q[D / TILE];
@@ -621,6 +620,7 @@ __device__ static void attend_warp(const struct decode_views *a, const struct de
             state.o[i][n] = 0.0f;
     if (first * LENGTH < item->tokens)
         tokens = (unsigned)min_size(item->tokens - first * LENGTH, WARP_PAGES * LENGTH);
+    table += first;
     while (tokens > 0) {
         const unsigned n = tokens < LENGTH ? tokens : LENGTH;
 
@@ -823,21 +823,28 @@ __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
     attend_decode(struct decode_views a)
 {
     PKV_SHARED(float, shared);
+    const struct plan_view *plan = plan_of(&a.plan);
     const size_t number = a.first_item + blockIdx.z;
-    const struct device_item *item = &a.plan->items[number];
     const unsigned kv_head = blockIdx.y;
     const unsigned group = a.layer.query_heads / a.layer.kv_heads;
-    const size_t blocks = blocks_of_item(item->tokens);
-    const size_t before = first_block(number, item->first_page) -
-                          first_block(a.first_item, a.plan->items[a.first_item].first_page);
     const size_t stride = group * (D + 2);
-    float *states = a.states + (before * a.layer.kv_heads + kv_head * blocks) * stride;
     unsigned *last = (unsigned *)(void *)(shared + shared_places<D>::last);
+    const struct device_item *item;
+    size_t blocks, before;
+    float *states;
 
+    if (!plan)
+        return;
+    item = &plan->items[number];
+    blocks = blocks_of_item(item->tokens);
     if (item->new_tokens != 1 || blockIdx.x >= blocks)
         return;
+    before = first_block(number, item->first_page) -
+             first_block(a.first_item, plan->items[a.first_item].first_page);
+    states = a.states + (before * a.layer.kv_heads + kv_head * blocks) * stride;
     load_queries<D, DTYPE>(&a, item->first_row, kv_head, shared);
-    attend_warp<D, DTYPE, CODED_K, CODED_V>(&a, item, kv_head, shared);
+    attend_warp<D, DTYPE, CODED_K, CODED_V>(&a, item, plan->tables + item->first_page, kv_head,
+                                            shared);
     __syncthreads();
     if (blocks == 1) {
         states = shared + shared_places<D>::merged;

@@ -550,15 +550,16 @@ __device__ static struct problem problem_at(const struct layer_view *layer,
 }
 
 /* One block a problem, from `first_problem` on. */
-__global__ static void factorize_problems(struct layer_view layer, const struct plan_view *plan,
+__global__ static void factorize_problems(struct layer_view layer, struct launch_plan launch,
                                           pkv_input k, pkv_input v, size_t first_problem,
                                           float *scratch, size_t scratch_floats, unsigned rank_max,
                                           struct layer_faults *faults, struct device_report *report)
 {
     PKV_SHARED(float, shared); /* a number for each thread, then two for the block */
+    const struct plan_view *plan = plan_of(&launch);
     const size_t number = first_problem + blockIdx.x;
 
-    if (number >= plan->n_factor * layer.kv_heads * 2)
+    if (!plan || number >= plan->n_factor * layer.kv_heads * 2)
         return;
 
     const struct problem p =
@@ -639,7 +640,7 @@ static struct batch divide_batch(float *scratch, size_t first, size_t n)
 __device__ static bool is_there(const struct layer_view *layer, const struct plan_view *plan,
                                 const struct batch *batch, size_t at)
 {
-    return at < batch->n && batch->first + at < plan->n_factor * layer->kv_heads * 2;
+    return plan && at < batch->n && batch->first + at < plan->n_factor * layer->kv_heads * 2;
 }
 
 /* Which problem it is, without its scratch. */
@@ -723,10 +724,11 @@ __device__ static int gram_of_warp(const struct layer_view *layer, const struct 
 
 /* A warp a problem, a lane a row. */
 __global__ static void __launch_bounds__(32 * WARPS)
-    tridiagonalise_pages(struct layer_view layer, const struct plan_view *plan, pkv_input k,
+    tridiagonalise_pages(struct layer_view layer, struct launch_plan launch, pkv_input k,
                          pkv_input v, struct batch batch)
 {
     PKV_SHARED(float, shared);
+    const struct plan_view *plan = plan_of(&launch);
     const unsigned lane = threadIdx.x % 32;
     const size_t at = blockIdx.x * WARPS + threadIdx.x / 32;
     float *stage = shared + threadIdx.x / 32 * (STAGE * STAGE_STRIDE + LENGTH * GRAM_STRIDE);
@@ -784,10 +786,11 @@ __global__ static void __launch_bounds__(32 * WARPS)
 
 /* A thread a problem. */
 __global__ static void __launch_bounds__(QL_THREADS, 2)
-    diagonalise_pages(struct layer_view layer, const struct plan_view *plan, struct batch batch,
+    diagonalise_pages(struct layer_view layer, struct launch_plan launch, struct batch batch,
                       struct device_report *report)
 {
     PKV_SHARED(float, shared);
+    const struct plan_view *plan = plan_of(&launch);
     const size_t at = (size_t)blockIdx.x * QL_THREADS + threadIdx.x;
     struct tridiagonal t;
     unsigned logged;
@@ -917,10 +920,11 @@ __device__ static void finish_column(const float *column, float left[LENGTH])
 
 /* A warp, which is a block, for K and V of a page and head. */
 __global__ static void __launch_bounds__(32)
-    make_factors(struct layer_view layer, const struct plan_view *plan, pkv_input k, pkv_input v,
+    make_factors(struct layer_view layer, struct launch_plan launch, pkv_input k, pkv_input v,
                  struct batch batch, struct layer_faults *faults)
 {
     PKV_SHARED(float, shared);
+    const struct plan_view *plan = plan_of(&launch);
     const struct factor_places places = factor_places_of(layer.d);
     const unsigned lane = threadIdx.x;
     const unsigned h = lane / 16, c = lane % 16;
@@ -1088,7 +1092,7 @@ static size_t launch_batch(struct backend *backend, const struct layer_view *vie
                            const pkv_step_io *io, size_t first, size_t n,
                            struct layer_faults *faults)
 {
-    const struct plan_view *plan = gpu_plan(backend);
+    const struct launch_plan plan = gpu_plan(backend);
     const size_t room = backend->factorize_scratch_bytes / (batch_floats(1) * sizeof(float));
     struct batch batch;
 

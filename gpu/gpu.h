@@ -81,6 +81,12 @@ struct plan_view {
     size_t n_items, n_dense, n_factor, rows;
 };
 
+/* The plan as kernels are given it, and for what step they were launched. */
+struct launch_plan {
+    const struct plan_view *on_device;
+    size_t n_items, rows;
+};
+
 /* Where a layer was at fault first: see store.cu and factorize.cu. NO_FAULT: nowhere. */
 #define NO_FAULT UINT64_MAX
 struct layer_faults {
@@ -181,16 +187,30 @@ static inline struct flight *gpu_flight(struct backend *backend)
     return &backend->flights[(backend->first_flight + backend->n_submitted) % FLIGHTS];
 }
 
-/* The plan on the device, for kernels. */
-static inline const struct plan_view *gpu_plan(const struct backend *backend)
+/* The plan on the device, for kernels that are launched for the open step. */
+static inline struct launch_plan gpu_plan(const struct backend *backend)
 {
-    return (const struct plan_view *)(const void *)backend->plan_device;
+    return {(const struct plan_view *)(const void *)backend->plan_device,
+            backend->step.view.n_items, backend->step.view.rows};
 }
 
 static inline struct device_report *gpu_report(const struct backend *backend,
                                                struct layer_faults *faults)
 {
     return (struct device_report *)(void *)(faults + backend->geometry->layers);
+}
+
+/* ---- The plan ---- */
+
+/* What every kernel of a step asks first. NULL where the plan is of a step with other items than
+ * those that the launch was for: the caller launched a graph that does not serve it. Its operands
+ * are too small then or in part another step's, so that nothing is read and nothing written; the
+ * layers that report->layers lacks tell. */
+__device__ static inline const struct plan_view *plan_of(const struct launch_plan *launch)
+{
+    const struct plan_view *plan = launch->on_device;
+
+    return plan->n_items == launch->n_items && plan->rows == launch->rows ? plan : NULL;
 }
 
 /* ---- Elements ---- */

@@ -425,16 +425,14 @@ __device__ static unsigned long long fault_number(const struct plan_view *plan, 
 }
 
 /* One block a row and head. */
-__global__ static void check_rows(struct layer_view layer, const struct plan_view *plan,
-                                  size_t rows, pkv_input k, pkv_input v,
-                                  struct layer_faults *faults, struct device_report *report)
+__global__ static void check_rows(struct layer_view layer, struct launch_plan launch, pkv_input k,
+                                  pkv_input v, struct layer_faults *faults,
+                                  struct device_report *report)
 {
-    const size_t n = rows * layer.kv_heads;
+    const struct plan_view *plan = plan_of(&launch);
+    const size_t n = plan ? plan->rows * layer.kv_heads : 0;
 
-    /* A graph of other steps has computed nothing. */
-    if (rows != plan->rows)
-        return;
-    if (blockIdx.x == 0 && threadIdx.x == 0)
+    if (plan && blockIdx.x == 0 && threadIdx.x == 0)
         atomicAdd(&report->layers, 1ull);
 
     for (size_t number = blockIdx.x; number < n; number += gridDim.x) {
@@ -490,10 +488,11 @@ pkv_status store_fault(struct backend *backend, const struct backend_plan *plan,
 /* ---- Dense pages ---- */
 
 /* One block a job and head: the cached rows, where the page is copied, then the new ones. */
-__global__ static void append_rows(struct layer_view layer, const struct plan_view *plan,
-                                   size_t rows, pkv_input k, pkv_input v)
+__global__ static void append_rows(struct layer_view layer, struct launch_plan launch, pkv_input k,
+                                   pkv_input v)
 {
-    const size_t n = rows == plan->rows ? plan->n_dense * layer.kv_heads : 0;
+    const struct plan_view *plan = plan_of(&launch);
+    const size_t n = plan ? plan->n_dense * layer.kv_heads : 0;
 
     for (size_t number = blockIdx.x; number < n; number += gridDim.x) {
         const struct device_job *job = &plan->dense_jobs[number / layer.kv_heads];
@@ -529,11 +528,11 @@ pkv_status store_run(struct backend *backend, size_t layer, const pkv_step_io *i
     const size_t n_dense = backend->step.capturing ? plan->n_items : plan->n_dense;
 
     PKV_LAUNCH(check_rows, blocks_of(plan->rows * view.kv_heads), gpu_threads(2 * view.d), 0,
-               backend->stream, view, gpu_plan(backend), plan->rows, io->k, io->v,
-               backend->faults + layer, gpu_report(backend, backend->faults));
+               backend->stream, view, gpu_plan(backend), io->k, io->v, backend->faults + layer,
+               gpu_report(backend, backend->faults));
     if (n_dense > 0)
         PKV_LAUNCH(append_rows, blocks_of(n_dense * view.kv_heads), BLOCK_THREADS, 0,
-                   backend->stream, view, gpu_plan(backend), plan->rows, io->k, io->v);
+                   backend->stream, view, gpu_plan(backend), io->k, io->v);
     return gpu_check_launch(backend, "cannot store K and V");
 }
 

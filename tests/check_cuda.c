@@ -579,7 +579,7 @@ static void fill_decoding(struct decoding *decoding)
         fill(rows->q, GRAPH_SEQUENCES * QUERY_HEADS * DIM);
         fill(rows->k, GRAPH_SEQUENCES * KV_HEADS * DIM);
         fill(rows->v, GRAPH_SEQUENCES * KV_HEADS * DIM);
-        operands_refresh(decoding->operands[layer], &io);
+        operands_refresh(decoding->operands[layer], &io, decoding->stream);
     }
 }
 
@@ -721,6 +721,59 @@ START_TEST(graphs_refused)
     fill_decoding(&decoding);
     decode(&decoding);
     compare_decoding(&decoding);
+    close_decoding(&decoding);
+}
+END_TEST
+
+/* A graph of one item, in a step of two, of which the other one's page is to become factors:
+ * nothing is read that the graph has no operands for, and nothing written. */
+START_TEST(graph_of_fewer_items)
+{
+    enum { TOKENS = 2 * PAGE - 1 };
+    pkv_config config = make_config(PKV_F32, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
+    struct decoding decoding = {.graph = NULL};
+    struct queued queued = {.n = 0};
+    uint64_t before, after;
+    pkv_step *step;
+
+    config.window_pages = 0;
+    open_decoding(&decoding, &config);
+    ck_assert_int_eq(
+        queue_step(decoding.caches[1], decoding.items[1][1].seq, TOKENS, 1, GOOD, &queued), PKV_OK);
+    fill_decoding(&decoding);
+    ck_assert_int_eq(pkv_step_begin(decoding.caches[1], decoding.items[1], 1, &step), PKV_OK);
+    replay(&decoding, step);
+    cuda_host_launch_graph(decoding.graph, decoding.stream);
+    ck_assert_int_eq(pkv_step_end(step), PKV_OK);
+    ck_assert_int_eq(pkv_cache_digest(decoding.caches[1], &before), PKV_OK);
+    for (size_t layer = 0; layer < LAYERS; layer++) {
+        const pkv_step_io io = io_of(decoding.rows[layer], 0);
+
+        operands_fetch(decoding.operands[layer], &io);
+    }
+
+    fill_decoding(&decoding);
+    ck_assert_int_eq(pkv_step_begin(decoding.caches[1], decoding.items[1], 2, &step), PKV_OK);
+    ck_assert_uint_eq(decoding.caches[1]->step.items[1].n_changes, 1);
+    ck_assert_int_eq(decoding.caches[1]->step.items[1].changes[0].to.kind, SLOT_FACTOR);
+    replay(&decoding, step);
+    cuda_host_launch_graph(decoding.graph, decoding.stream);
+    ck_assert_int_eq(pkv_step_end(step), PKV_ERROR_ARGUMENT);
+    ck_assert_str_eq(pkv_cache_message(decoding.caches[1]),
+                     "step: 0 of 2 layers were computed; a graph of 2 items was to do it");
+    pkv_step_abort(step);
+    ck_assert_int_eq(pkv_cache_digest(decoding.caches[1], &after), PKV_OK);
+    ck_assert_uint_eq(before, after);
+    for (size_t layer = 0; layer < LAYERS; layer++) {
+        struct rows *rows = decoding.rows[layer];
+        const pkv_step_io io = io_of(rows, 1);
+
+        operands_fetch(decoding.operands[layer], &io);
+        ck_assert_int_eq(
+            memcmp(rows->out[0], rows->out[1], GRAPH_SEQUENCES * QUERY_HEADS * DIM * sizeof(float)),
+            0);
+    }
+    close_queued(&queued);
     close_decoding(&decoding);
 }
 END_TEST
@@ -936,6 +989,7 @@ int main(void)
     tcase_add_loop_test(walk, same_bits_on_a_walk, 0, 12);
     tcase_add_loop_test(graphs, one_graph_for_all_tokens, 0, 3);
     tcase_add_test(graphs, graphs_refused);
+    tcase_add_test(graphs, graph_of_fewer_items);
     tcase_add_loop_test(errors, broken_device, 0, 2);
     tcase_add_test(errors, no_memory_for_the_plan);
     tcase_add_test(errors, pool_larger_than_the_card);

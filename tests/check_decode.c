@@ -306,7 +306,7 @@ static void step_by_graph(pkv_cache *cache, const struct shape *shape, const str
     pkv_step *step;
 
     fill_row(rows, 0, shape, part->seed, pkv_seq_tokens(part->seq));
-    operands_refresh(operands, &io);
+    operands_refresh(operands, &io, stream);
     ck_assert_int_eq(pkv_step_begin(cache, &item, 1, &step), PKV_OK);
     if (*graph) {
         ck_assert_int_eq(pkv_step_replay(step), PKV_OK);
@@ -378,6 +378,82 @@ START_TEST(by_a_graph)
 }
 END_TEST
 
+/* A graph of one item in a step of two, and the other way round: nothing is written. The other
+ * one's page is to become factors. */
+START_TEST(graph_of_other_items)
+{
+    enum { TOKENS = 3 * PAGE - 1 };
+    const struct shape shape = shape_of(_i / 2);
+    const size_t captured = 1 + _i % 2, launched = 3 - captured;
+    void *stream = cuda_host_open_stream(0);
+    pkv_cache *cache = open_cache_on(&shape, 1100, false, stream);
+    struct rows *rows = tests_allocate(1, sizeof *rows);
+    struct rows *again = tests_allocate(1, sizeof *again);
+    pkv_step_io io = {.struct_size = sizeof io,
+                      .q = {rows->q, PKV_F32, 0, 0},
+                      .k = {rows->k, PKV_F32, 0, 0},
+                      .v = {rows->v, PKV_F32, 0, 0},
+                      .out = {rows->out, PKV_F32, 0, 0},
+                      .lse = rows->lse};
+    const size_t heads = KV_HEADS * shape.group;
+    pkv_step_item items[2] = {{NULL, 1}, {NULL, 1}};
+    struct operands *prompts[8];
+    size_t n_prompts = 0;
+    pkv_step_io on_device;
+    struct operands *operands;
+    uint64_t before, after;
+    pkv_step *step;
+    void *graph;
+
+    for (size_t i = 0; i < 2; i++) {
+        ck_assert_int_eq(pkv_seq_open(cache, &items[i].seq), PKV_OK);
+        while (pkv_seq_tokens(items[i].seq) < TOKENS) {
+            const size_t left = TOKENS - pkv_seq_tokens(items[i].seq);
+            const pkv_step_item item = {items[i].seq, left < ROWS ? left : ROWS};
+
+            for (size_t t = 0; t < item.tokens; t++)
+                fill_row(rows, t, &shape, 1 + i, pkv_seq_tokens(item.seq) + t);
+            prompts[n_prompts++] =
+                operands_upload(&io, item.tokens, heads, KV_HEADS, shape.d, &on_device);
+            ck_assert_int_eq(pkv_step_begin(cache, &item, 1, &step), PKV_OK);
+            ck_assert_int_eq(pkv_step_layer(step, 0, &on_device), PKV_OK);
+            ck_assert_int_eq(pkv_step_end(step), PKV_OK);
+        }
+    }
+    operands = operands_upload(&io, captured, heads, KV_HEADS, shape.d, &on_device);
+    ck_assert_int_eq(pkv_seq_digest(items[1].seq, &before), PKV_OK);
+    ck_assert_int_eq(pkv_step_begin(cache, items, captured, &step), PKV_OK);
+    cuda_host_begin_capture(stream);
+    ck_assert_int_eq(pkv_step_layer(step, 0, &on_device), PKV_OK);
+    graph = cuda_host_end_capture(stream);
+    pkv_step_abort(step);
+
+    ck_assert_int_eq(pkv_step_begin(cache, items, launched, &step), PKV_OK);
+    ck_assert_int_eq(pkv_step_replay(step), PKV_OK);
+    cuda_host_launch_graph(graph, stream);
+    ck_assert_int_eq(pkv_step_end(step), PKV_ERROR_ARGUMENT);
+    ck_assert_ptr_nonnull(strstr(pkv_cache_message(cache), "step: 0 of 1 layers were computed"));
+    pkv_step_abort(step);
+    ck_assert_int_eq(pkv_seq_digest(items[1].seq, &after), PKV_OK);
+    ck_assert_uint_eq(before, after);
+    io.out.data = again->out;
+    io.lse = again->lse;
+    operands_fetch(operands, &io);
+    ck_assert_int_eq(memcmp(again->out, rows->out, captured * heads * shape.d * sizeof *rows->out),
+                     0);
+    ck_assert_int_eq(memcmp(again->lse, rows->lse, captured * heads * sizeof *rows->lse), 0);
+    operands_close(operands);
+    while (n_prompts > 0)
+        operands_close(prompts[--n_prompts]);
+    pkv_cache_close(cache);
+    cuda_host_close_graph(graph);
+    cuda_host_close_stream(stream);
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+    free(rows);
+    free(again);
+}
+END_TEST
+
 int main(void)
 {
     Suite *suite = suite_create("decode");
@@ -388,6 +464,7 @@ int main(void)
     tcase_add_loop_test(test, alone_and_among_others, 0, 2);
     tcase_add_test(test, forks_beyond_the_room);
     tcase_add_loop_test(test, by_a_graph, 0, 2);
+    tcase_add_loop_test(test, graph_of_other_items, 0, 4);
     suite_add_tcase(suite, test);
     return tests_run(suite);
 }

@@ -97,19 +97,18 @@ extern "C" struct operands *operands_upload(const pkv_step_io *io, size_t rows, 
     return operands;
 }
 
-static void refresh(struct operands *operands, struct operand *operand, const void *data)
+static void refresh(struct operand *operand, const void *data, cudaStream_t stream)
 {
     if (operand->block)
         require(cudaMemcpyAsync(operand->block + operand->shift, data, operand->bytes,
-                                cudaMemcpyHostToDevice, operands->stream));
+                                cudaMemcpyHostToDevice, stream));
 }
 
-extern "C" void operands_refresh(struct operands *operands, const pkv_step_io *io)
+extern "C" void operands_refresh(struct operands *operands, const pkv_step_io *io, void *stream)
 {
-    refresh(operands, &operands->q, io->q.data);
-    refresh(operands, &operands->k, io->k.data);
-    refresh(operands, &operands->v, io->v.data);
-    require(cudaStreamSynchronize(operands->stream));
+    refresh(&operands->q, io->q.data, (cudaStream_t)stream);
+    refresh(&operands->k, io->k.data, (cudaStream_t)stream);
+    refresh(&operands->v, io->v.data, (cudaStream_t)stream);
 }
 
 extern "C" void operands_fetch(struct operands *operands, const pkv_step_io *io)

@@ -16,8 +16,9 @@ struct operands;
 struct operands *operands_upload(const pkv_step_io *io, size_t rows, size_t query_heads,
                                  size_t kv_heads, size_t head_dim, pkv_step_io *on_device);
 
-/* Other rows in the same places. */
-void operands_refresh(struct operands *operands, const pkv_step_io *io);
+/* Queues other rows to the same places on the stream of the steps that read them, so behind those
+ * that are queued there. `io` may change when it returns. */
+void operands_refresh(struct operands *operands, const pkv_step_io *io, void *stream);
 
 /* Copies what the layer has put out to where `io` wants it. */
 void operands_fetch(struct operands *operands, const pkv_step_io *io);

@@ -276,20 +276,26 @@ static bool on_device(const void *pointer, size_t bytes)
     return at - block->first <= block->second && bytes <= block->second - (at - block->first);
 }
 
+static bool is_pinned(const void *pointer)
+{
+    auto block = pinned.upper_bound((void *)(uintptr_t)pointer);
+
+    if (block == pinned.begin())
+        return false;
+    --block;
+    return (const unsigned char *)pointer < (const unsigned char *)block->first + block->second;
+}
+
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer)
 {
     std::lock_guard<std::mutex> guard(lock);
 
     attributes->device = 0;
     attributes->type = cudaMemoryTypeUnregistered;
-    if (on_device(pointer, 1)) {
+    if (on_device(pointer, 1))
         attributes->type = cudaMemoryTypeDevice;
-    } else {
-        for (const auto &block : pinned)
-            if (pointer >= block.first &&
-                (const unsigned char *)pointer < (unsigned char *)block.first + block.second)
-                attributes->type = cudaMemoryTypeHost;
-    }
+    else if (is_pinned(pointer))
+        attributes->type = cudaMemoryTypeHost;
     return cudaSuccess;
 }
 
@@ -387,6 +393,15 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
         cuda_host_stop("cudaMemcpyAsync of %zu bytes from %p, which is elsewhere", bytes, from);
     if (state_of(stream->device) != cudaSuccess)
         return state_of(stream->device);
+    if (!from_device && !is_pinned(from)) {
+        /* Its owner may change it when the call has returned. */
+        const std::vector<unsigned char> copy((const unsigned char *)from,
+                                              (const unsigned char *)from + bytes);
+
+        enqueue(
+            stream, [=]() { memcpy(own_view(to), copy.data(), bytes); }, false);
+        return cudaSuccess;
+    }
     enqueue(
         stream,
         [=]() {
