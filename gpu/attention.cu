@@ -589,24 +589,19 @@ pkv_status attention_open(struct backend *backend)
                                                    : BLOCK_TOKENS)) +
                         2;
     const size_t rows = backend->capacity.max_step_tokens;
-    pkv_status status;
-    size_t heads;
+    size_t heads, bytes;
 
     if (__builtin_mul_overflow(geometry->query_heads, rows < SPLIT_UNITS ? rows : SPLIT_UNITS,
                                &heads))
         heads = SIZE_MAX;
-    backend->states_bytes = states_bytes_of(runs, heads, 1, geometry->head_dim);
-    if (backend->states_bytes > STATES_BYTES)
-        backend->states_bytes = STATES_BYTES;
-    status =
-        gpu_allocate(backend, backend->states_bytes, "attention states", (void **)&backend->states);
-    return status == PKV_OK ? decode_open(backend) : status;
+    bytes = states_bytes_of(runs, heads, 1, geometry->head_dim);
+    gpu_need_scratch(backend, min_size(bytes, STATES_BYTES));
+    return decode_open(backend);
 }
 
 void attention_close(struct backend *backend)
 {
     decode_close(backend);
-    gpu_release(backend, backend->states_bytes, backend->states);
 }
 
 /* Of the items that are not left to decode.cu. */
@@ -625,12 +620,12 @@ static void attend_plainly(struct backend *backend, size_t layer, const pkv_step
     a.out = io->out;
     a.lse = io->lse;
     a.division = divide(backend, layer);
-    a.states = backend->states;
+    a.states = backend->scratch;
     shared_bytes = a.division.layout.floats * sizeof(float);
     threads = gpu_threads((size_t)a.division.heads * a.layer.d);
     if (a.division.units < SPLIT_UNITS && runs > 1 && runs <= 65535 &&
         states_bytes_of(a.division.units, runs, a.division.heads, a.layer.d) <=
-            backend->states_bytes) {
+            backend->scratch_bytes) {
         a.division.runs = (unsigned)runs;
         PKV_LAUNCH(attend_split_units, dim3((unsigned)a.division.units, (unsigned)runs), threads,
                    shared_bytes, backend->stream, a);

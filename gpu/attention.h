@@ -5,7 +5,7 @@
 
 #include "gpu.h"
 
-/* Reserves scratch, or sets the message. attention_close takes it back, also after a failure. */
+/* Asks for scratch, or sets the message. attention_close follows, also after a failure. */
 pkv_status attention_open(struct backend *backend);
 void attention_close(struct backend *backend);
 

@@ -19,13 +19,25 @@ pkv_status gpu_check(struct backend *backend, cudaError_t error, const char *wha
                 "CUDA device %d: %s: %s", backend->device, what, cudaGetErrorString(error));
 }
 
-pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what, void **pointer)
+static void hold(struct backend *backend, size_t bytes)
 {
-    cudaError_t error = cudaMalloc(pointer, bytes ? bytes : 1);
+    backend->held_bytes += bytes;
+    memory_hold(backend->memory, bytes);
+}
+
+static void drop(struct backend *backend, size_t bytes)
+{
+    backend->held_bytes -= bytes;
+    memory_drop(backend->memory, bytes);
+}
+
+static pkv_status allocated(struct backend *backend, cudaError_t error, size_t bytes,
+                            const char *what, void **pointer)
+{
     size_t available = 0, all = 0;
 
     if (error == cudaSuccess) {
-        memory_hold(backend->memory, bytes);
+        hold(backend, bytes);
         return PKV_OK;
     }
     *pointer = NULL;
@@ -38,12 +50,32 @@ pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what,
                 backend->device, what, bytes, available, all);
 }
 
+pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what, void **pointer)
+{
+    return allocated(backend, cudaMalloc(pointer, bytes ? bytes : 1), bytes, what, pointer);
+}
+
 void gpu_release(struct backend *backend, size_t bytes, void *pointer)
 {
     if (!pointer)
         return;
     cudaFree(pointer);
-    memory_drop(backend->memory, bytes);
+    drop(backend, bytes);
+}
+
+pkv_status gpu_allocate_for_step(struct backend *backend, size_t bytes, const char *what,
+                                 void **pointer)
+{
+    return allocated(backend, cudaMallocAsync(pointer, bytes ? bytes : 1, backend->stream), bytes,
+                     what, pointer);
+}
+
+void gpu_release_of_step(struct backend *backend, size_t bytes, void *pointer)
+{
+    if (!pointer)
+        return;
+    cudaFreeAsync(pointer, backend->stream);
+    drop(backend, bytes);
 }
 
 pkv_status gpu_allocate_pinned(struct backend *backend, size_t bytes, void **pointer)
@@ -52,7 +84,7 @@ pkv_status gpu_allocate_pinned(struct backend *backend, size_t bytes, void **poi
                                   "cannot allocate pinned memory");
 
     if (status == PKV_OK)
-        memory_hold(backend->memory, bytes);
+        hold(backend, bytes);
     else
         *pointer = NULL;
     return status;
@@ -63,7 +95,14 @@ void gpu_release_pinned(struct backend *backend, size_t bytes, void *pointer)
     if (!pointer)
         return;
     cudaFreeHost(pointer);
-    memory_drop(backend->memory, bytes);
+    drop(backend, bytes);
+}
+
+/* Scratch and plans stay, but count while a step is open alone, whose they are. */
+static void count_scratch(struct backend *backend, bool open)
+{
+    (open ? memory_hold : memory_drop)(backend->memory,
+                                       backend->held_bytes - backend->reserved_bytes);
 }
 
 /* Every operation works on the cache's device and leaves the caller's current one as it was. What
@@ -91,6 +130,7 @@ static void close_here(struct backend *backend)
 {
     if (backend->stream)
         cudaStreamSynchronize(backend->stream);
+    gpu_release(backend, backend->scratch_bytes, backend->scratch);
     attention_close(backend);
     factorize_close(backend);
     store_close(backend);
@@ -102,6 +142,7 @@ static void close_backend(struct backend *backend)
 {
     int current = enter(backend);
 
+    count_scratch(backend, true);
     close_here(backend);
     leave(backend, current);
     memory_release(backend->memory, backend);
@@ -170,6 +211,9 @@ static pkv_status open_here(struct backend *backend, const struct placement *pla
         status = factorize_open(backend);
     if (status == PKV_OK)
         status = attention_open(backend);
+    if (status == PKV_OK)
+        status =
+            gpu_allocate(backend, backend->scratch_bytes, "scratch", (void **)&backend->scratch);
     return status;
 }
 
@@ -206,6 +250,7 @@ static pkv_status open_backend(const struct geometry *geometry, const struct cap
         memory_release(memory, backend);
         return status;
     }
+    count_scratch(backend, false);
     *opened = backend;
     return PKV_OK;
 }
@@ -245,16 +290,27 @@ static pkv_status refuse_capture(struct backend *backend)
     return status;
 }
 
+/* What is queued goes on. */
+static void forget_step(struct backend *backend)
+{
+    factorize_step_close(backend);
+    count_scratch(backend, false);
+    memset(&backend->step, 0, sizeof backend->step);
+}
+
 static pkv_status step_begin(struct backend *backend, const struct backend_plan *plan)
 {
     int current = enter(backend);
     pkv_status status = refuse_capture(backend);
 
     backend->step.plan = *plan;
+    count_scratch(backend, true);
     if (status == PKV_OK)
         status = store_step_begin(backend);
+    if (status == PKV_OK)
+        status = factorize_step_begin(backend);
     if (status != PKV_OK)
-        memset(&backend->step, 0, sizeof backend->step);
+        forget_step(backend);
     leave(backend, current);
     return status;
 }
@@ -367,9 +423,9 @@ static void step_close(struct backend *backend)
 {
     int current = enter(backend);
 
+    forget_step(backend);
     cudaStreamSynchronize(backend->stream);
     leave(backend, current);
-    memset(&backend->step, 0, sizeof backend->step);
 }
 
 static pkv_status step_submit(struct backend *backend)
@@ -386,7 +442,7 @@ static pkv_status step_submit(struct backend *backend)
     if (status == PKV_OK) {
         flight->plan = backend->step.plan;
         backend->n_submitted++;
-        memset(&backend->step, 0, sizeof backend->step);
+        forget_step(backend);
     }
     leave(backend, current);
     return status;

@@ -887,7 +887,7 @@ pkv_status decode_open(struct backend *backend)
 {
     const struct geometry *geometry = backend->geometry;
     const size_t pages = backend->capacity.max_tokens / LENGTH;
-    size_t arrivals_bytes;
+    size_t arrivals_bytes, bytes;
     bool any = false;
     pkv_status status;
 
@@ -898,17 +898,14 @@ pkv_status decode_open(struct backend *backend)
     if (__builtin_add_overflow(pages, most_items(backend), &backend->decode_blocks) ||
         __builtin_add_overflow(backend->decode_blocks / BLOCK_PAGES + 1, most_items(backend),
                                &backend->decode_blocks) ||
-        __builtin_mul_overflow(backend->decode_blocks, state_bytes(geometry),
-                               &backend->decode_states_bytes) ||
+        __builtin_mul_overflow(backend->decode_blocks, state_bytes(geometry), &bytes) ||
         __builtin_mul_overflow(most_items(backend), geometry->kv_heads * sizeof(unsigned),
                                &arrivals_bytes))
         return fail(backend->message, PKV_ERROR_MEMORY,
                     "attention states are more than memory can hold");
-    status = gpu_allocate(backend, backend->decode_states_bytes, "attention states",
-                          (void **)&backend->decode_states);
-    if (status == PKV_OK)
-        status = gpu_allocate(backend, arrivals_bytes, "attention states",
-                              (void **)&backend->decode_arrivals);
+    gpu_need_scratch(backend, bytes);
+    status = gpu_allocate(backend, arrivals_bytes, "attention states",
+                          (void **)&backend->decode_arrivals);
     if (status == PKV_OK)
         status = gpu_check(
             backend, cudaMemsetAsync(backend->decode_arrivals, 0, arrivals_bytes, backend->stream),
@@ -920,7 +917,6 @@ void decode_close(struct backend *backend)
 {
     gpu_release(backend, most_items(backend) * backend->geometry->kv_heads * sizeof(unsigned),
                 backend->decode_arrivals);
-    gpu_release(backend, backend->decode_states_bytes, backend->decode_states);
 }
 
 template <unsigned D, pkv_dtype DTYPE>
@@ -947,8 +943,9 @@ bool decode_fits(const struct backend *backend)
 
     for (size_t i = 0; i < plan->n_items; i++)
         pages += pages_count(&backend->geometry->policy, plan->items[i].tokens);
-    return !backend->decode_states || (plan->n_items <= MAX_ITEMS &&
-                                       first_block(plan->n_items, pages) <= backend->decode_blocks);
+    return !backend->decode_arrivals ||
+           (plan->n_items <= MAX_ITEMS &&
+            first_block(plan->n_items, pages) <= backend->decode_blocks);
 }
 
 pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *io)
@@ -964,7 +961,7 @@ pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *
     a.v = io->v;
     a.out = io->out;
     a.lse = io->lse;
-    a.states = backend->decode_states;
+    a.states = backend->scratch;
     a.arrivals = backend->decode_arrivals;
     if (backend->step.capturing && !decode_fits(backend))
         return fail(backend->message, PKV_ERROR_ARGUMENT,

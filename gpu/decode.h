@@ -5,8 +5,8 @@
 
 #include "gpu.h"
 
-/* Reserves scratch where a layer has fragments, or sets the message. decode_close takes it back,
- * also after a failure. */
+/* Asks for scratch where a layer has fragments, or sets the message. decode_close follows, also
+ * after a failure. */
 pkv_status decode_open(struct backend *backend);
 void decode_close(struct backend *backend);
 

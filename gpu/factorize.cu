@@ -30,10 +30,10 @@ extern "C" {
 #include "solver_steps.h"
 }
 
-/* Scratch of all problems that are worked on at once, unless one takes more: of the plain kernel,
- * and of the others, of which one gives each problem a thread alone. */
-#define SCRATCH_BYTES       ((size_t)8 << 20)
-#define BATCH_SCRATCH_BYTES ((size_t)128 << 20)
+/* Scratch of all problems that are worked on at once, unless one takes more; and of a step that has
+ * more of them, for the kernels of which one gives each problem a thread alone. */
+#define SCRATCH_BYTES      ((size_t)8 << 20)
+#define MANY_SCRATCH_BYTES ((size_t)128 << 20)
 
 /* Of one problem, offsets in floats; a matrix is row-major. */
 struct scratch_layout {
@@ -1008,21 +1008,14 @@ static size_t problem_floats(const struct geometry *geometry)
         .floats;
 }
 
-/* Of scratch for `problems` problems, those of layers of either kind. */
-static size_t scratch_bytes(const struct backend *backend, size_t problems)
+/* Of scratch for `problems` problems of either kind, within `most`. */
+static size_t scratch_bytes(const struct backend *backend, bool batches, size_t problems,
+                            size_t most)
 {
-    const size_t plain = problem_floats(backend->geometry) * sizeof(float);
-    size_t bytes = 0;
+    const size_t each =
+        (batches ? batch_floats(1) : problem_floats(backend->geometry)) * sizeof(float);
 
-    for (size_t layer = 0; layer < backend->geometry->layers; layer++) {
-        const bool batches = store_layer(backend, layer).fragments;
-        const size_t each = batches ? batch_floats(1) * sizeof(float) : plain;
-        const size_t most = (batches ? BATCH_SCRATCH_BYTES : SCRATCH_BYTES) / each;
-        const size_t n = min_size(problems, most > 1 ? most : 1);
-
-        bytes = n * each > bytes ? n * each : bytes;
-    }
-    return bytes;
+    return min_size(problems, most > each ? most / each : 1) * each;
 }
 
 /* For as many problems as a step can have at most, if there is room: a sequence's n new tokens
@@ -1032,7 +1025,7 @@ pkv_status factorize_open(struct backend *backend)
     const struct geometry *geometry = backend->geometry;
     size_t pages = backend->capacity.max_step_tokens / geometry->policy.page_tokens;
     size_t problems;
-    pkv_status status;
+    pkv_status status = PKV_OK;
 
     if (backend->capacity.factor_slots == 0)
         return PKV_OK;
@@ -1040,11 +1033,9 @@ pkv_status factorize_open(struct backend *backend)
         pages = SIZE_MAX;
     if (__builtin_mul_overflow(pages, 2 * geometry->kv_heads, &problems))
         problems = SIZE_MAX;
-    backend->factorize_scratch_bytes = scratch_bytes(backend, problems);
-    status = gpu_allocate(backend, backend->factorize_scratch_bytes, "scratch to factorize in",
-                          (void **)&backend->factorize_scratch);
-    if (status != PKV_OK)
-        return status;
+    for (size_t layer = 0; layer < geometry->layers; layer++)
+        gpu_need_scratch(backend, scratch_bytes(backend, store_layer(backend, layer).fragments,
+                                                problems, SCRATCH_BYTES));
     backend->events = (cudaEvent_t *)memory_allocate(backend->memory, 2 * geometry->layers,
                                                      sizeof *backend->events);
     if (!backend->events)
@@ -1065,7 +1056,30 @@ void factorize_close(struct backend *backend)
             if (backend->events[i])
                 cudaEventDestroy(backend->events[i]);
     memory_release(backend->memory, backend->events);
-    gpu_release(backend, backend->factorize_scratch_bytes, backend->factorize_scratch);
+}
+
+pkv_status factorize_step_begin(struct backend *backend)
+{
+    struct gpu_step *step = &backend->step;
+    const size_t bytes = scratch_bytes(
+        backend, true, step->view.n_factor * backend->geometry->kv_heads * 2, MANY_SCRATCH_BYTES);
+    bool batches = false;
+    pkv_status status;
+
+    for (size_t layer = 0; layer < backend->geometry->layers && !batches; layer++)
+        batches = store_layer(backend, layer).fragments;
+    if (!batches || bytes <= backend->scratch_bytes || step->plan.rows == step->plan.n_items)
+        return PKV_OK;
+    status = gpu_allocate_for_step(backend, bytes, "scratch to factorize in",
+                                   (void **)&step->many_scratch);
+    if (status == PKV_OK)
+        step->many_scratch_bytes = bytes;
+    return status;
+}
+
+void factorize_step_close(struct backend *backend)
+{
+    gpu_release_of_step(backend, backend->step.many_scratch_bytes, backend->step.many_scratch);
 }
 
 /* Problems `first` .. of a layer; as many as scratch has room for, and no more than `n`. Returns
@@ -1076,14 +1090,13 @@ static size_t launch_problems(struct backend *backend, const struct layer_view *
 {
     const struct geometry *geometry = backend->geometry;
     const unsigned threads = gpu_threads(geometry->policy.page_tokens);
-    const size_t room =
-        backend->factorize_scratch_bytes / (problem_floats(geometry) * sizeof(float));
+    const size_t room = backend->scratch_bytes / (problem_floats(geometry) * sizeof(float));
 
     n = min_size(n, room);
     PKV_LAUNCH(factorize_problems, (unsigned)n, threads, (threads + 2) * sizeof(float),
-               backend->stream, *view, gpu_plan(backend), io->k, io->v, first,
-               backend->factorize_scratch, problem_floats(geometry),
-               (unsigned)largest_rank(geometry), faults, gpu_report(backend, backend->faults));
+               backend->stream, *view, gpu_plan(backend), io->k, io->v, first, backend->scratch,
+               problem_floats(geometry), (unsigned)largest_rank(geometry), faults,
+               gpu_report(backend, backend->faults));
     return n;
 }
 
@@ -1093,11 +1106,13 @@ static size_t launch_batch(struct backend *backend, const struct layer_view *vie
                            struct layer_faults *faults)
 {
     const struct launch_plan plan = gpu_plan(backend);
-    const size_t room = backend->factorize_scratch_bytes / (batch_floats(1) * sizeof(float));
+    const struct gpu_step *step = &backend->step;
+    const size_t bytes = step->many_scratch ? step->many_scratch_bytes : backend->scratch_bytes;
+    const size_t room = bytes / (batch_floats(1) * sizeof(float));
     struct batch batch;
 
     n = min_size(n, room / 2 * 2);
-    batch = divide_batch(backend->factorize_scratch, first, n);
+    batch = divide_batch(step->many_scratch ? step->many_scratch : backend->scratch, first, n);
     PKV_LAUNCH(tridiagonalise_pages, (unsigned)((n + WARPS - 1) / WARPS), 32 * WARPS,
                WARPS * (STAGE * STAGE_STRIDE + LENGTH * GRAM_STRIDE) * sizeof(float),
                backend->stream, *view, plan, io->k, io->v, batch);
@@ -1117,7 +1132,7 @@ pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_i
     /* A token fills one page at most, and as many leave the window. */
     const size_t jobs =
         backend->step.capturing ? backend->step.view.n_items : backend->step.view.n_factor;
-    const size_t total = backend->factorize_scratch ? jobs * geometry->kv_heads * 2 : 0;
+    const size_t total = backend->events ? jobs * geometry->kv_heads * 2 : 0;
     pkv_status status = PKV_OK;
 
     if (total == 0)

@@ -109,7 +109,9 @@ struct gpu_step {
     struct backend_plan plan;
     struct plan_view view;
     bool capturing;
-    bool factorized; /* events were recorded */
+    bool factorized;     /* events were recorded */
+    float *many_scratch; /* NULL, or to factorize in what is too much for the backend's */
+    size_t many_scratch_bytes;
 };
 
 /* What a step has in the host's memory, pinned, and what is left of it once it was submitted. */
@@ -137,6 +139,7 @@ struct backend {
     unsigned char *factor;
     size_t *factor_offset; /* [layers]: bytes from `factor` */
     size_t reserved_bytes;
+    size_t held_bytes; /* these, and everything else */
 
     unsigned char *plan_device;
     size_t plan_bytes;
@@ -148,13 +151,11 @@ struct backend {
     size_t first_flight;
     size_t n_submitted;
 
-    float *factorize_scratch;
-    size_t factorize_scratch_bytes;
-    float *states; /* of attention that is split over runs */
-    size_t states_bytes;
-    float *decode_states; /* of blocks, see decode.cu */
-    size_t decode_states_bytes;
-    size_t decode_blocks;
+    /* Of the layer that is under way: states of attention, then problems of factorizing. Captured
+     * launches know where it is. */
+    float *scratch;
+    size_t scratch_bytes;
+    size_t decode_blocks; /* whose states it has room for, see decode.cu */
     unsigned *decode_arrivals;
     unsigned char *part_host; /* one part of a page, to be copied */
 
@@ -175,11 +176,20 @@ static inline pkv_status gpu_check_launch(struct backend *backend, const char *w
 }
 
 /* Counted memory of the device and pinned memory of the host; `bytes` 0 counts as 1. On failure
- * NULL and the message. */
+ * NULL and the message. Memory of a step is there for what is queued between the two. */
+pkv_status gpu_allocate_for_step(struct backend *backend, size_t bytes, const char *what,
+                                 void **pointer);
+void gpu_release_of_step(struct backend *backend, size_t bytes, void *pointer);
 pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what, void **pointer);
 void gpu_release(struct backend *backend, size_t bytes, void *pointer);
 pkv_status gpu_allocate_pinned(struct backend *backend, size_t bytes, void **pointer);
 void gpu_release_pinned(struct backend *backend, size_t bytes, void *pointer);
+
+/* While the backend is opened: that its scratch has room for so much. */
+static inline void gpu_need_scratch(struct backend *backend, size_t bytes)
+{
+    backend->scratch_bytes = bytes > backend->scratch_bytes ? bytes : backend->scratch_bytes;
+}
 
 /* That of the open step. */
 static inline struct flight *gpu_flight(struct backend *backend)

@@ -851,6 +851,144 @@ END_TEST
 
 /* ---- Memory ---- */
 
+enum { MiB = 1 << 20 };
+
+/* Stores the next rows of sequences, of the only layer, the same whatever the backend. */
+static void store_rows(pkv_cache *cache, const pkv_step_item *items, size_t n, const float *rows,
+                       struct queued *queued)
+{
+    const struct geometry *geometry = &cache->geometry;
+    const pkv_step_io io = {
+        .struct_size = sizeof io, .k = {rows, PKV_F32, 0, 0}, .v = {rows + 1, PKV_F32, 0, 0}};
+    pkv_step_io on_device = io;
+    pkv_step *step;
+
+    require_msg(pkv_step_begin(cache, items, n, &step) == PKV_OK, "%s", pkv_cache_message(cache));
+    if (cache->ops == &backend_cuda)
+        queued->operands[queued->n++] =
+            operands_upload(&io, step->plan.rows, geometry->query_heads, geometry->kv_heads,
+                            geometry->head_dim, &on_device);
+    ck_assert_int_eq(pkv_step_layer(step, 0, &on_device), PKV_OK);
+    require_msg(pkv_step_end(step) == PKV_OK, "%s", pkv_cache_message(cache));
+}
+
+/* What a cache of the shape llama-3.1-8b holds of the device beside its pools, however many layers
+ * it has: while 16 sequences decode, all of which convert a page at once; for a prompt of 32K. */
+START_TEST(scratch)
+{
+    enum { SEQUENCES = 16, HEADS = 8, D = 128, PROMPT = 32768, TOKENS = 96 };
+    pkv_config config = make_config(PKV_BF16, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
+    float *rows = tests_allocate(SEQUENCES * HEADS * D + 1, sizeof *rows);
+    pkv_stats stats = {.struct_size = sizeof stats};
+    pkv_step_item items[SEQUENCES], prompt;
+    struct queued queued = {.n = 0};
+    uint64_t before, after;
+    size_t idle;
+    pkv_cache *cache;
+    pkv_step *step;
+
+    config.layers = 1;
+    config.kv_heads = HEADS;
+    config.query_heads = 4 * HEADS;
+    config.head_dim = D;
+    config.page_tokens = 32;
+    config.rank_k = 16;
+    config.rank_v = 14;
+    config.max_sequences = SEQUENCES;
+    config.max_tokens = PROMPT + SEQUENCES * TOKENS;
+    config.max_step_tokens = PROMPT;
+    tests_backend = &backend_cuda;
+    cache = tests_open_cache(&config);
+    for (size_t i = 0; i < SEQUENCES; i++)
+        items[i] = (pkv_step_item){open_seq(cache), 1};
+    fill(rows, SEQUENCES * HEADS * D + 1);
+    for (size_t i = 0; i < TOKENS; i++) {
+        store_rows(cache, items, SEQUENCES, rows, &queued);
+        close_queued(&queued);
+    }
+    ck_assert_int_eq(pkv_cache_stats(cache, &stats), PKV_OK);
+    ck_assert_uint_eq(stats.pages[PKV_PAGE_FACTORIZED], SEQUENCES);
+    idle = cuda_host_memory() - stats.reserved_bytes;
+    printf("decoding: %zu bytes of the device, %zu counted\n", idle, stats.transient_peak_bytes);
+    ck_assert_uint_le(idle, 8 * MiB + MiB / 4); /* that for plans */
+    ck_assert_uint_ge(stats.transient_peak_bytes, idle);
+    ck_assert_uint_le(stats.transient_peak_bytes, 8 * MiB + MiB); /* these in the host's memory */
+
+    prompt = (pkv_step_item){items[0].seq, PROMPT};
+    ck_assert_int_eq(pkv_cache_digest(cache, &before), PKV_OK);
+    ck_assert_int_eq(pkv_step_begin(cache, &prompt, 1, &step), PKV_OK);
+    printf("a prompt: %zu bytes\n", cuda_host_memory() - stats.reserved_bytes);
+    ck_assert_uint_gt(cuda_host_memory() - stats.reserved_bytes, idle + 64 * MiB);
+    ck_assert_uint_le(cuda_host_memory() - stats.reserved_bytes, 192 * MiB);
+    pkv_step_abort(step);
+    ck_assert_uint_eq(cuda_host_memory() - stats.reserved_bytes, idle);
+
+    /* None of it is there. */
+    cuda_host_set_memory(cuda_host_memory() + 64 * MiB);
+    ck_assert_int_eq(pkv_step_begin(cache, &prompt, 1, &step), PKV_ERROR_MEMORY);
+    ck_assert_ptr_nonnull(
+        strstr(pkv_cache_message(cache), "out of memory: scratch to factorize in: "));
+    ck_assert_uint_eq(cuda_host_memory() - stats.reserved_bytes, idle);
+    ck_assert_int_eq(pkv_cache_digest(cache, &after), PKV_OK);
+    ck_assert_uint_eq(before, after);
+    cuda_host_set_memory((size_t)1 << 30);
+    store_rows(cache, items, SEQUENCES, rows, &queued);
+    pkv_cache_close(cache);
+    close_queued(&queued);
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+    free(rows);
+}
+END_TEST
+
+/* More problems in a step than there is scratch for: of one token of many sequences; then twice of
+ * a prompt, whose scratch is given back while the steps are under way. */
+START_TEST(many_problems)
+{
+    enum { SEQUENCES = 40, HEADS = 8, D = 64, PROMPT = 40 * 32, FIRST = 31 };
+    pkv_config config = make_config(PKV_BF16, PKV_FACTORS_NATIVE, PKV_FACTORS_INT4);
+    float *rows = tests_allocate(PROMPT * HEADS * D + 1, sizeof *rows);
+    struct queued queued = {.n = 0};
+    uint64_t digests[BOTH];
+
+    config.layers = 1;
+    config.kv_heads = config.query_heads = HEADS;
+    config.head_dim = D;
+    config.page_tokens = 32;
+    config.sink_pages = config.window_pages = 0;
+    config.max_sequences = SEQUENCES;
+    config.max_tokens = SEQUENCES * 64 + 2 * PROMPT;
+    config.max_step_tokens = PROMPT;
+    config.step_flags = PKV_STEP_ASYNC;
+    config.stream = cuda_host_open_stream(0);
+    tests_seed(1);
+    fill(rows, PROMPT * HEADS * D + 1);
+    for (size_t j = 0; j < BOTH; j++) {
+        pkv_step_item items[SEQUENCES];
+        pkv_cache *cache;
+
+        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
+        cache = tests_open_cache(&config);
+        for (size_t i = 0; i < SEQUENCES; i++)
+            items[i] = (pkv_step_item){open_seq(cache), FIRST};
+        store_rows(cache, items, SEQUENCES, rows, &queued);
+        for (size_t i = 0; i < SEQUENCES; i++)
+            items[i].tokens = 1;
+        store_rows(cache, items, SEQUENCES, rows, &queued);
+        items[0].tokens = PROMPT;
+        for (size_t i = 0; i < 2; i++)
+            store_rows(cache, items, 1, rows, &queued);
+        ck_assert_uint_eq(cache->n_submitted, j == 0 ? 0 : 4);
+        ck_assert_int_eq(pkv_cache_digest(cache, &digests[j]), PKV_OK);
+        pkv_cache_close(cache);
+    }
+    ck_assert_uint_eq(digests[0], digests[1]);
+    close_queued(&queued);
+    cuda_host_close_stream(config.stream);
+    ck_assert_uint_eq(cuda_host_memory(), 0);
+    free(rows);
+}
+END_TEST
+
 /* More forks than the plan has room for, and no memory for a larger one. */
 START_TEST(no_memory_for_the_plan)
 {
@@ -980,6 +1118,7 @@ int main(void)
     TCase *steps = add_case(suite, "steps");
     TCase *walk = add_case(suite, "walk");
     TCase *graphs = add_case(suite, "graphs");
+    TCase *memory = add_case(suite, "memory");
     TCase *errors = add_case(suite, "errors");
 
     tcase_add_test(steps, several_warps);
@@ -991,6 +1130,8 @@ int main(void)
     tcase_add_test(graphs, graphs_refused);
     tcase_add_test(graphs, graph_of_fewer_items);
     tcase_add_loop_test(errors, broken_device, 0, 2);
+    tcase_add_test(memory, scratch);
+    tcase_add_test(memory, many_problems);
     tcase_add_test(errors, no_memory_for_the_plan);
     tcase_add_test(errors, pool_larger_than_the_card);
     tcase_add_test(errors, device_memory_runs_out);

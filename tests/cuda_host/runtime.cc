@@ -34,9 +34,11 @@
 #define DEFAULT_SHARED_BYTES ((size_t)48 << 10)
 #define MAX_PARAMETER_BYTES  ((size_t)4096)
 
+enum operation_kind { KERNEL, COPY, RELEASE };
+
 struct operation {
     std::function<void()> run;
-    bool kernel;
+    enum operation_kind kind;
 };
 
 struct cuda_host_graph {
@@ -165,13 +167,11 @@ static bool refuse_capture(void)
     return capturing > 0;
 }
 
-cudaError_t cudaMalloc(void **pointer, size_t bytes)
+/* Under the lock. */
+static cudaError_t allocate(void **pointer, size_t bytes)
 {
-    std::lock_guard<std::mutex> guard(lock);
     size_t at = 0;
 
-    if (refuse_capture())
-        return failed(cudaErrorStreamCaptureUnsupported);
     *pointer = NULL;
     if (bytes == 0 || state() != cudaSuccess)
         return state();
@@ -202,6 +202,27 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes)
     return cudaSuccess;
 }
 
+/* Under the lock. */
+static void release(void *pointer)
+{
+    auto block =
+        in_arena(pointer) ? blocks.find((size_t)((unsigned char *)pointer - arena)) : blocks.end();
+
+    if (block == blocks.end())
+        cuda_host_stop("cudaFree(%p): no such block", pointer);
+    memset(own_view(pointer), 0xff, block->second);
+    ASAN_POISON_MEMORY_REGION(pointer, block->second);
+    memory_used -= block->second;
+    blocks.erase(block);
+}
+
+cudaError_t cudaMalloc(void **pointer, size_t bytes)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    return refuse_capture() ? failed(cudaErrorStreamCaptureUnsupported) : allocate(pointer, bytes);
+}
+
 cudaError_t cudaFree(void *pointer)
 {
     std::lock_guard<std::mutex> guard(lock);
@@ -210,15 +231,7 @@ cudaError_t cudaFree(void *pointer)
         return cudaSuccess;
     if (refuse_capture())
         return failed(cudaErrorStreamCaptureUnsupported);
-
-    auto block =
-        in_arena(pointer) ? blocks.find((size_t)((unsigned char *)pointer - arena)) : blocks.end();
-
-    if (block == blocks.end())
-        cuda_host_stop("cudaFree(%p): no such block", pointer);
-    ASAN_POISON_MEMORY_REGION(pointer, block->second);
-    memory_used -= block->second;
-    blocks.erase(block);
+    release(pointer);
     return state();
 }
 
@@ -302,12 +315,11 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 /* ---- Streams ---- */
 
 /* Under the lock. */
-static void enqueue(cudaStream_t stream, std::function<void()> run, bool kernel)
+static void enqueue(cudaStream_t stream, std::function<void()> run, enum operation_kind kind)
 {
     if (stream == NULL)
         cuda_host_stop("the legacy default stream is used");
-    (stream->capture ? stream->capture->operations : stream->queue)
-        .push_back(operation{run, kernel});
+    (stream->capture ? stream->capture->operations : stream->queue).push_back(operation{run, kind});
 }
 
 /* Under the lock. */
@@ -323,14 +335,15 @@ static void run_queue(cudaStream_t stream)
     fesetenv(FE_DFL_ENV);
     for (struct operation &operation : stream->queue) {
         struct device *device = &devices[stream->device];
+        const bool kernel = operation.kind == KERNEL;
 
-        if (operation.kernel && device->kernels_left-- == 0)
+        if (kernel && device->kernels_left-- == 0)
             device->broken = cudaErrorIllegalAddress;
-        if (device->broken != cudaSuccess)
-            break;
-        if (operation.kernel && !open)
+        if (device->broken != cudaSuccess && operation.kind != RELEASE)
+            continue;
+        if (kernel && !open)
             open_arena();
-        open = open || operation.kernel;
+        open = open || kernel;
         operation.run();
     }
     stream->queue.clear();
@@ -399,7 +412,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
                                               (const unsigned char *)from + bytes);
 
         enqueue(
-            stream, [=]() { memcpy(own_view(to), copy.data(), bytes); }, false);
+            stream, [=]() { memcpy(own_view(to), copy.data(), bytes); }, COPY);
         return cudaSuccess;
     }
     enqueue(
@@ -407,7 +420,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
         [=]() {
             memcpy(to_device ? own_view(to) : to, from_device ? own_view(from) : from, bytes);
         },
-        false);
+        COPY);
     return cudaSuccess;
 }
 
@@ -422,15 +435,36 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
     if (state_of(stream->device) != cudaSuccess)
         return state_of(stream->device);
     enqueue(
-        stream, [=]() { memset(own_view(to), value, bytes); }, false);
+        stream, [=]() { memset(own_view(to), value, bytes); }, COPY);
     return cudaSuccess;
+}
+
+/* There at once; taken back when the queue has come so far. */
+cudaError_t cudaMallocAsync(void **pointer, size_t bytes, cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (stream->capture)
+        cuda_host_stop("memory that belongs to a graph");
+    return allocate(pointer, bytes);
+}
+
+cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream)
+{
+    std::lock_guard<std::mutex> guard(lock);
+
+    if (stream->capture)
+        cuda_host_stop("memory that belongs to a graph");
+    enqueue(
+        stream, [=]() { release(pointer); }, RELEASE);
+    return state_of(stream->device);
 }
 
 void cuda_host_queue(cudaStream_t stream, std::function<void()> run)
 {
     std::lock_guard<std::mutex> guard(lock);
 
-    enqueue(stream, run, false);
+    enqueue(stream, run, COPY);
 }
 
 void *cuda_host_view(const void *pointer, size_t bytes)
@@ -491,7 +525,7 @@ void cuda_host_enqueue(struct cuda_host_launch launch, cudaStream_t stream)
             }
             cuda_host_run(launch, seed++);
         },
-        true);
+        KERNEL);
 }
 
 /* ---- Graphs ---- */
@@ -548,7 +582,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream)
     if (state_of(stream->device) != cudaSuccess)
         return state_of(stream->device);
     for (const struct operation &operation : executable->operations)
-        enqueue(stream, operation.run, operation.kernel);
+        enqueue(stream, operation.run, operation.kind);
     return cudaSuccess;
 }
 
@@ -606,7 +640,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
             event->seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
             event->pending -= !captured;
         },
-        false);
+        COPY);
     return cudaSuccess;
 }
 
