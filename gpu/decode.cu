@@ -852,15 +852,15 @@ __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
         __syncthreads();
     } else {
         merge_warps<D>(group, states + blockIdx.x * stride, shared);
-        __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
             unsigned *arrivals = &a.arrivals[number * a.layer.kv_heads + kv_head];
 
+            __threadfence(); /* the block's state comes before its arrival */
             *last = atomicAdd(arrivals, 1u) == blocks - 1;
+            __threadfence(); /* and the others' states behind theirs */
             if (*last)
                 *arrivals = 0;
-            __threadfence();
         }
         __syncthreads();
         if (!*last)

@@ -6,7 +6,9 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <numeric>
+#include <set>
 #include <vector>
 
 enum thread_state { UNSTARTED, READY, AT_BARRIER, AT_MEETING, EXITED };
@@ -19,6 +21,8 @@ struct thread {
     unsigned mask;
     void *brought; /* to a meeting */
     char *sync;    /* what those who wait together have in common */
+    bool fenced;   /* since it last waited for others */
+    void *came_to; /* with an atomic operation, since the last fence */
 };
 
 /* More than threads can be behind each other: taken in turn, each by those of one wait. */
@@ -38,7 +42,17 @@ struct block {
     char syncs[SYNCS];
     size_t n_syncs;
     char begin, end; /* of the block */
+    /* Of blocks that tell each other something: to ThreadSanitizer threads of their own, without
+     * what the threads of blocks before them knew. The last APART blocks have other fibers. */
+    bool apart;
+    std::deque<struct fiber> others;
+    std::vector<void *> shared;
 };
+
+#define APART 8
+
+/* Kernels that have been seen to use fences. */
+static std::set<const void *> telling;
 
 constinit thread_local struct cuda_host_place cuda_host_here = {};
 static thread_local struct block *running;
@@ -211,10 +225,35 @@ void cuda_host_barrier(struct cuda_host_site site)
     if (block->at_barrier == 0)
         block->barrier = next_sync(block);
     self->sync = block->barrier;
+    self->fenced = false;
     block->at_barrier++;
     fiber_release(self->sync);
     wait(block);
     fiber_acquire(self->sync);
+}
+
+void cuda_host_fence(struct cuda_host_site site)
+{
+    struct thread *self = &running->threads[running->current];
+
+    if (left_out(site))
+        return;
+    self->fenced = true;
+    if (self->came_to)
+        fiber_acquire(self->came_to);
+    self->came_to = NULL;
+    if (fiber_threads())
+        telling.insert(running->launch->kernel);
+}
+
+/* The fence was before what others have told since. */
+void cuda_host_come_to(void *p)
+{
+    struct thread *self = &running->threads[running->current];
+
+    if (self->fenced)
+        fiber_release(p);
+    self->came_to = p;
 }
 
 unsigned cuda_host_lane(void)
@@ -243,14 +282,16 @@ void cuda_host_meet(struct cuda_host_site site, unsigned mask, void *mine,
     self->mask = mask;
     self->brought = mine;
     self->sync = NULL;
-    for (unsigned i = 0; i < 32 && first + i < block->threads.size(); i++)
-        if (i != lane && (mask >> i & 1) && warp[i].state == AT_MEETING && warp[i].mask == mask &&
-            same_site(warp[i].site, site))
-            self->sync = warp[i].sync;
-    if (self->sync == NULL)
-        self->sync = next_sync(block);
-    if (orders)
+    if (orders) {
+        for (unsigned i = 0; i < 32 && first + i < block->threads.size(); i++)
+            if (i != lane && (mask >> i & 1) && warp[i].state == AT_MEETING &&
+                warp[i].mask == mask && same_site(warp[i].site, site))
+                self->sync = warp[i].sync;
+        if (self->sync == NULL)
+            self->sync = next_sync(block);
+        self->fenced = false;
         fiber_release(self->sync);
+    }
     for (unsigned i = 0; i < 32; i++) {
         if ((mask >> i & 1) == 0)
             continue;
@@ -318,6 +359,7 @@ static void run_block(struct block *block)
 
     block->threads.resize(n);
     for (unsigned i = 0; i < n; i++) {
+        block->threads[i] = {};
         block->threads[i].state = UNSTARTED;
         block->threads[i].index = uint3{i % dim.x, i / dim.x % dim.y, i / dim.x / dim.y};
     }
@@ -332,33 +374,48 @@ static void run_block(struct block *block)
     start(first);
     fiber_release(&block->begin);
     fiber_switch(&block->own, &first->fiber, false);
-    fiber_acquire(&block->end);
+    if (!block->apart)
+        fiber_acquire(&block->end);
     for (unsigned i = 0; i < n && fiber_threads(); i++)
-        fiber_destroy(&block->threads[i].fiber);
+        block->others.push_back(block->threads[i].fiber);
+    while (block->others.size() > (block->apart ? APART * n : 0)) {
+        fiber_destroy(&block->others.front());
+        block->others.pop_front();
+    }
     for (struct fiber &fiber : block->dead)
         fiber_destroy(&fiber);
     block->dead.clear();
 }
 
+/* In the heap on its own: AddressSanitizer knows where it ends. */
+static void *shared_memory(struct block *block)
+{
+    const size_t bytes = block->launch->shared_bytes;
+    void *shared;
+
+    if (block->shared.empty() || block->apart) {
+        if (posix_memalign(&shared, 128, bytes) != 0)
+            cuda_host_stop("no memory for %zu bytes of shared memory", bytes);
+        block->shared.push_back(shared);
+    }
+    return memset(block->shared.back(), 0xff, bytes);
+}
+
 void cuda_host_run(const struct cuda_host_launch &launch, uint64_t seed)
 {
     const size_t n = (size_t)launch.grid.x * launch.grid.y * launch.grid.z;
-    /* A block of its own in the heap: AddressSanitizer knows where it ends. */
-    void *shared;
     uint64_t random = seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du;
     std::vector<unsigned> order(n);
     struct block block = {};
 
-    if (posix_memalign(&shared, 128, launch.shared_bytes) != 0)
-        cuda_host_stop("no memory for %zu bytes of shared memory", launch.shared_bytes);
     block.launch = &launch;
     block.random = &random;
+    block.apart = fiber_threads() && telling.count(launch.kernel) > 0;
     running = &block;
     std::iota(order.begin(), order.end(), 0u);
     cuda_host_here = cuda_host_place{};
     cuda_host_here.block_dim = launch.block;
     cuda_host_here.grid_dim = launch.grid;
-    cuda_host_here.shared = (unsigned char *)shared;
     for (size_t i = n; i-- > 0;) {
         unsigned at = below(&random, i + 1);
         unsigned number = order[at];
@@ -366,9 +423,13 @@ void cuda_host_run(const struct cuda_host_launch &launch, uint64_t seed)
         order[at] = order[i];
         cuda_host_here.block = uint3{number % launch.grid.x, number / launch.grid.x % launch.grid.y,
                                      number / launch.grid.x / launch.grid.y};
-        memset(shared, 0xff, launch.shared_bytes);
+        cuda_host_here.shared = (unsigned char *)shared_memory(&block);
         run_block(&block);
     }
+    fiber_acquire(&block.end);
     running = NULL;
-    free(shared);
+    for (struct fiber &fiber : block.others)
+        fiber_destroy(&fiber);
+    for (void *shared : block.shared)
+        free(shared);
 }

@@ -221,11 +221,17 @@ unsigned load_4(const void *p);
 
 /* ---- Atomics and arithmetic ---- */
 
+/* Before an atomic operation, and a fence: whoever comes to `p` with the first one behind a fence
+ * tells of all that it knew there, and whoever has a fence behind it learns of that. */
+void cuda_host_come_to(void *p);
+void cuda_host_fence(struct cuda_host_site site);
+
 /* Atomic to ThreadSanitizer too; threads take turns anyway. */
 template <typename T, typename F> static inline T cuda_host_atomic(T *p, F change)
 {
     T old, now;
 
+    cuda_host_come_to(p);
     __atomic_load(p, &old, __ATOMIC_RELAXED);
     do
         now = change(old);
@@ -248,9 +254,7 @@ template <typename T> static inline T atomicMax(T *p, T value)
     return cuda_host_atomic(p, [value](T old) { return value > old ? value : old; });
 }
 
-static inline void __threadfence(void)
-{
-}
+#define __threadfence() cuda_host_fence(CUDA_HOST_SITE("__threadfence"))
 
 /* Built with -ffp-contract=off. */
 static inline float __fmaf_rn(float a, float b, float c)
