@@ -855,12 +855,11 @@ __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
         __syncthreads();
         if (threadIdx.x == 0) {
             unsigned *arrivals = &a.arrivals[number * a.layer.kv_heads + kv_head];
+            const unsigned others = (unsigned)blocks - 1;
 
             __threadfence(); /* the block's state comes before its arrival */
-            *last = atomicAdd(arrivals, 1u) == blocks - 1;
+            *last = atomicInc(arrivals, others) == others; /* which leaves 0 */
             __threadfence(); /* and the others' states behind theirs */
-            if (*last)
-                *arrivals = 0;
         }
         __syncthreads();
         if (!*last)

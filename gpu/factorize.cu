@@ -198,7 +198,8 @@ __device__ static float dot(unsigned n, const float *a, const float *b, float *s
     return (shared[0] + shared[1]) + (shared[2] + shared[3]);
 }
 
-/* G = Q T Q^T. Row i of the triangle ends as v of the reflection that made it. */
+/* G = Q T Q^T, T by the first thread and for it alone. Row i of the triangle ends as v of the
+ * reflection that made it. */
 __device__ static void tridiagonalise(const struct problem *p, float *shared)
 {
     for (unsigned i = p->length - 1; i > 0; i--) {
@@ -240,7 +241,6 @@ __device__ static void tridiagonalise(const struct problem *p, float *shared)
         p->diagonal[0] = p->gram[0];
         p->off[p->length - 1] = 0.0f;
     }
-    __syncthreads();
 }
 
 /* What an element of `off` counts as 0 up to. */

@@ -986,7 +986,7 @@ END_TEST
 /* ---- Memory ---- */
 
 /* A prompt of 4,096 tokens at SmolLM2's shape: what the step holds beyond the pool stays under two
- * layers' dense K and V. */
+ * layers' dense K and V. Of a device see the case `memory` of check_cuda. */
 START_TEST(transient_memory)
 {
     enum { TOKENS = 4096 };
@@ -1011,10 +1011,11 @@ START_TEST(transient_memory)
     }
     require_ok(cache, pkv_step_end(open));
     require_ok(cache, pkv_cache_stats(cache, &stats));
-    if (tests_on_cpu()) /* which rounds them all first */
+    if (tests_on_cpu()) { /* which rounds them all first */
         ck_assert_uint_gt(stats.transient_peak_bytes, two_layers / 2);
+        ck_assert_uint_lt(stats.transient_peak_bytes, two_layers);
+    }
     ck_assert_uint_gt(stats.transient_peak_bytes, 0); /* it counts at all */
-    ck_assert_uint_lt(stats.transient_peak_bytes, two_layers);
     pkv_cache_close(cache);
     free(x);
 }

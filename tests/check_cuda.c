@@ -76,8 +76,10 @@ struct walk {
     float *q, *k, *v, *out[BOTH]; /* of MOST_ROWS */
 };
 
-/* The first 12 for the plain kernels: all types and factors. The others for those with tensor
- * cores, and for what neither type nor group gives to these. */
+enum { PLAIN_WALKS = 12, WALKS = PLAIN_WALKS + 9 };
+
+/* The first ones for the plain kernels: all types and factors. The others for those with tensor
+ * cores, then for what is these's but for its type, group or rank. */
 static pkv_config config_of_walk(int i)
 {
     static const pkv_factors forms[] = {PKV_FACTORS_NATIVE, PKV_FACTORS_INT4};
@@ -90,12 +92,11 @@ static pkv_config config_of_walk(int i)
                  {PKV_BF16, 1, 128, 8, 15, 0, 1},  {PKV_F16, 7, 64, 15, 3, 1, 0},
                  {PKV_F32, 2, 64, 16, 14, 0, 1},   {PKV_BF16, 9, 64, 16, 14, 0, 0},
                  {PKV_F16, 2, 64, 17, 14, 1, 0}};
-    pkv_config config =
-        make_config((pkv_dtype)(i % 3), forms[i < 12 ? i / 3 % 2 : 0], forms[i < 12 ? i / 6 : 0]);
+    pkv_config config = make_config((pkv_dtype)(i % 3), forms[i / 3 % 2], forms[i / 6 % 2]);
 
-    if (i < 12)
+    if (i < PLAIN_WALKS)
         return config;
-    i -= 12;
+    i -= PLAIN_WALKS;
     config.layers = 1;
     config.dtype = tuned[i].dtype;
     config.query_heads = KV_HEADS * tuned[i].group;
@@ -107,8 +108,6 @@ static pkv_config config_of_walk(int i)
     config.factors_v = forms[tuned[i].v];
     return config;
 }
-
-#define WALKS (12 + 9)
 
 static void compare(struct walk *walk)
 {
@@ -231,7 +230,7 @@ START_TEST(same_bits_on_a_walk)
         ck_assert_int_eq(pkv_seq_open(walk->caches[j], &walk->sequences[j][0]), PKV_OK);
     }
     walk->n = 1;
-    for (size_t i = 0; i < (_i < 12 ? 70 : 50); i++) {
+    for (size_t i = 0; i < (_i < PLAIN_WALKS ? 70 : 50); i++) {
         size_t choice = tests_random() % 12;
 
         if (choice == 0 && walk->n < 4)
@@ -1171,6 +1170,7 @@ int main(void)
     Suite *suite = suite_create("cuda");
     TCase *steps = add_case(suite, "steps");
     TCase *walk = add_case(suite, "walk");
+    TCase *tensor = add_case(suite, "tensor");
     TCase *graphs = add_case(suite, "graphs");
     TCase *memory = add_case(suite, "memory");
     TCase *errors = add_case(suite, "errors");
@@ -1179,7 +1179,8 @@ int main(void)
     tcase_add_test(steps, faults_at_the_end);
     tcase_add_test(steps, faults_come_later);
     tcase_add_test(steps, many_steps_under_way);
-    tcase_add_loop_test(walk, same_bits_on_a_walk, 0, WALKS);
+    tcase_add_loop_test(walk, same_bits_on_a_walk, 0, PLAIN_WALKS);
+    tcase_add_loop_test(tensor, same_bits_on_a_walk, PLAIN_WALKS, WALKS);
     tcase_add_loop_test(graphs, one_graph_for_all_tokens, 0, 3);
     tcase_add_test(graphs, graphs_refused);
     tcase_add_test(graphs, graph_of_fewer_items);

@@ -244,6 +244,11 @@ template <typename T> static inline T atomicAdd(T *p, T value)
     return cuda_host_atomic(p, [value](T old) { return (T)(old + value); });
 }
 
+static inline unsigned atomicInc(unsigned *p, unsigned most)
+{
+    return cuda_host_atomic(p, [most](unsigned old) { return old < most ? old + 1 : 0; });
+}
+
 template <typename T> static inline T atomicMin(T *p, T value)
 {
     return cuda_host_atomic(p, [value](T old) { return value < old ? value : old; });
