@@ -12,7 +12,7 @@ source=$(cd "$(dirname "$0")/.." && pwd)
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 failures=0
-cases="check_cuda:steps check_cuda:walk check_cuda:tensor check_decode:decode"
+cases="check_cuda:steps check_cuda:walk check_cuda:tensor check_decode:blocks check_decode:shapes"
 PUZZLEKV_TEST_DATA=$source/tests/data
 export PUZZLEKV_TEST_DATA
 
