@@ -836,16 +836,17 @@ __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
     if (!plan)
         return;
     item = &plan->items[number];
-    blocks = blocks_of_item(item->tokens);
-    if (item->new_tokens != 1 || blockIdx.x >= blocks)
+    if (item->new_tokens != 1 || blockIdx.x >= blocks_of_item(item->tokens))
         return;
-    before = first_block(number, item->first_page) -
-             first_block(a.first_item, plan->items[a.first_item].first_page);
-    states = a.states + (before * a.layer.kv_heads + kv_head * blocks) * stride;
     load_queries<D, DTYPE>(&a, item->first_row, kv_head, shared);
     attend_warp<D, DTYPE, CODED_K, CODED_V>(&a, item, plan->tables + item->first_page, kv_head,
                                             shared);
     __syncthreads();
+    /* Here, so that it takes no registers before. */
+    blocks = blocks_of_item(item->tokens);
+    before = first_block(number, item->first_page) -
+             first_block(a.first_item, plan->items[a.first_item].first_page);
+    states = a.states + (before * a.layer.kv_heads + kv_head * blocks) * stride;
     if (blocks == 1) {
         states = shared + shared_places<D>::merged;
         merge_warps<D>(group, states, shared);
