@@ -3,7 +3,8 @@
 # cuda_races.sh BUILD [SEEDS]: the kernels of the CUDA backend under ThreadSanitizer, to which each
 # thread of a block is a thread. They run in SEEDS orders (5) of their threads; then each barrier and
 # fence is left out in turn, which a test must find. BUILD was configured with --enable-cuda-host
-# --enable-sanitizers=thread --disable-openmp. Takes TIME, so that it is not in make check.
+# --enable-sanitizers=thread --disable-openmp. Takes 20 to 30 minutes of a core that has nothing else
+# to do, so that it is not in make check.
 set -eu
 
 build=$(cd "$1" && pwd)
@@ -29,7 +30,7 @@ make -C "$build" tests/check_cuda tests/check_decode >"$log" 2>&1 || {
 # SIGTERM.
 run() {
     CK_FORK=no CK_RUN_CASE=${1#*:} TSAN_OPTIONS=halt_on_error=1 \
-        timeout -s KILL 600 "$build/tests/${1%:*}" >"$log" 2>&1
+        timeout -s KILL 1800 "$build/tests/${1%:*}" >"$log" 2>&1
 }
 
 for seed in $(seq "$seeds"); do
