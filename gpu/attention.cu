@@ -4,12 +4,13 @@
  * it attends its item's cached pages and, in blocks of BLOCK_TOKENS, the new tokens up to its own.
  * RUN_PAGES of either make a run, whose state (m, l, o) of Eq. 4 begins anew; states of runs are
  * merged in order, as Eq. 5 does. So it does not matter to the bits whether one block walks through
- * all runs or each run has its own block and another kernel merges. Items that decode.cu attends
- * are left out.
+ * all runs or each run has its own block and another kernel merges. Layers with fragments are left
+ * to decode.cu and prefill.cu.
  */
 #include "attention.h"
 
 #include "decode.h"
+#include "prefill.h"
 #include "store.h"
 
 #define RUN_PAGES 16
@@ -113,11 +114,6 @@ __device__ static void load_queries(const struct attention_views *a, const struc
         shared[a->division.layout.q + n] =
             input_element(&a->q, unit->row, unit->first_head + n / d, n % d) *
             a->layer.softmax_scale;
-}
-
-__device__ static bool left_to_decode(const struct attention_views *a, const struct unit *unit)
-{
-    return a->layer.fragments && unit->item->new_tokens == 1;
 }
 
 /* ---- One page ---- */
@@ -430,8 +426,6 @@ __global__ static void attend_units(struct attention_views a)
     for (size_t number = blockIdx.x; number < units; number += gridDim.x) {
         const struct unit unit = unit_at(&a, plan, number);
 
-        if (left_to_decode(&a, &unit))
-            continue;
         load_queries(&a, &unit, shared);
         clear_state(&a, &unit, layout->merged_m, layout->merged_l, layout->merged_o, shared);
         for (size_t run = 0; run < unit.runs; run++) {
@@ -458,7 +452,7 @@ __global__ static void attend_split_units(struct attention_views a)
     if (!plan)
         return;
     unit = unit_at(&a, plan, number);
-    if (run >= unit.runs || left_to_decode(&a, &unit))
+    if (run >= unit.runs)
         return;
     load_queries(&a, &unit, shared);
     attend_run(&a, &unit, run, shared);
@@ -480,8 +474,6 @@ __global__ static void merge_split_units(struct attention_views a)
     if (!plan)
         return;
     unit = unit_at(&a, plan, blockIdx.x);
-    if (left_to_decode(&a, &unit))
-        return;
     clear_state(&a, &unit, layout->merged_m, layout->merged_l, layout->merged_o, shared);
     for (size_t run = 0; run < unit.runs; run++) {
         const float *state = state_at(&a, blockIdx.x, run);
@@ -604,7 +596,6 @@ void attention_close(struct backend *backend)
     decode_close(backend);
 }
 
-/* Of the items that are not left to decode.cu. */
 static void attend_plainly(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
     const size_t runs = most_runs(backend);
@@ -644,11 +635,15 @@ pkv_status attention_run(struct backend *backend, size_t layer, const pkv_step_i
     size_t decoding = 0;
     pkv_status status = PKV_OK;
 
-    for (size_t i = 0; i < plan->n_items && store_layer(backend, layer).fragments; i++)
+    if (!store_layer(backend, layer).fragments) {
+        attend_plainly(backend, layer, io);
+        return gpu_check_launch(backend, "cannot attend");
+    }
+    for (size_t i = 0; i < plan->n_items; i++)
         decoding += plan->items[i].new_tokens == 1;
     if (decoding > 0)
         status = decode_run(backend, layer, io);
     if (status == PKV_OK && decoding < plan->n_items)
-        attend_plainly(backend, layer, io);
-    return status == PKV_OK ? gpu_check_launch(backend, "cannot attend") : status;
+        status = prefill_run(backend, layer, io);
+    return status;
 }

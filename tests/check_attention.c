@@ -289,9 +289,9 @@ static void check_outputs(const struct shape *shape, pkv_dtype dtype, const char
 {
     /* Where everything is computed in f32 the types differ in storage alone, and all are held to
      * f32's error: rounding of scores of up to 30 by the sums over d and over the tokens. */
-    const bool packed = dtype == PKV_BF16 && strcmp(isa, "avx512") == 0;
-    /* Tensor cores take numbers in two parts, which leaves 2^-17 of them with bf16. */
-    const double most = packed ? 5e-3 : !tests_on_cpu() && dtype != PKV_F32 ? 5e-5 : 1e-5;
+    const bool packed = tests_on_cpu() ? dtype == PKV_BF16 && strcmp(isa, "avx512") == 0
+                                       : dtype != PKV_F32; /* by tensor cores */
+    const double most = packed ? 5e-3 : 1e-5;
     struct stream stream = make_stream(shape, SPLIT_TOKENS, 3);
     pkv_config config = make_config(shape, dtype, SPLIT_TOKENS);
     pkv_cache *cache;
@@ -584,7 +584,7 @@ START_TEST(batches_change_nothing)
 END_TEST
 
 /* One token after many equals the last row of all at once where nothing is factorized, but for the
- * order of sums. */
+ * order of sums and, on a device, for weights that are rounded where there are many. */
 START_TEST(decode_continues_prefill)
 {
     static const size_t at_once[] = {300};
@@ -593,11 +593,14 @@ START_TEST(decode_continues_prefill)
     struct stream a = make_stream(&shape, 300, 31);
     struct stream b = make_stream(&shape, 300, 31);
     size_t q_row = shape.query_heads * shape.d;
+    float limit = 1e-5f;
 
     run_stream(&shape, PKV_BF16, 2, &a, at_once);
     run_stream(&shape, PKV_BF16, 2, &b, last_alone);
+    for (size_t i = 299 * q_row; i < 300 * q_row && !tests_on_cpu(); i++)
+        limit = fmaxf(limit, 5e-3f * fabsf(a.out[i]));
     for (size_t i = 299 * q_row; i < 300 * q_row; i++)
-        require(fabsf(a.out[i] - b.out[i]) <= 1e-5f);
+        require(fabsf(a.out[i] - b.out[i]) <= limit);
     free_stream(&a);
     free_stream(&b);
 }

@@ -325,6 +325,76 @@ START_TEST(transposed)
 }
 END_TEST
 
+/* ldmatrix: lane 4 r + j gets elements 2 j and 2 j + 1 of row r of four matrices of 8 x 8, whose
+ * row i is where lane 8 n + i says; here rows of 8 elements follow each other from the last one on.
+ */
+static void load_matrices(int *out)
+{
+    PKV_SHARED(unsigned short, shared);
+    const unsigned lane = threadIdx.x;
+    unsigned a[4], b[4];
+
+    for (unsigned i = 0; i < 8; i++)
+        shared[8 * (31 - lane) + i] = (unsigned short)(100 * (lane / 8) + 10 * (lane % 8) + i);
+    __syncwarp();
+    warp_load(a, shared + 8 * (31 - lane));
+    warp_load_transposed(b, shared + 8 * (31 - lane));
+    for (unsigned n = 0; n < 4; n++) {
+        out[8 * lane + n] = (int)a[n];
+        out[8 * lane + 4 + n] = (int)b[n];
+    }
+}
+
+START_TEST(matrices_loaded)
+{
+    int got[32 * 8];
+
+    cuda_host_seed((uint64_t)_i);
+    PKV_LAUNCH(load_matrices, 1, 32, 512, stream, numbers);
+    fetch(got, 32 * 8);
+    for (int i = 0; i < 32 * 4; i++) {
+        const int n = i % 4, row = i / 16, column = i / 4 % 4 * 2;
+        const int first = 100 * n + 10 * row + column;
+
+        ck_assert_int_eq(got[i / 4 * 8 + n], first | (first + 1) << 16);
+        ck_assert_int_eq(got[i / 4 * 8 + 4 + n],
+                         (100 * n + 10 * column + row) | (100 * n + 10 * (column + 1) + row) << 16);
+    }
+}
+END_TEST
+
+static void copy_later(int *out)
+{
+    PKV_SHARED(int, shared);
+    int *mine = shared + 4 * threadIdx.x;
+
+    copy_16(mine, out + 4 * threadIdx.x, threadIdx.x != 3);
+    out[4 * BLOCK + threadIdx.x] = mine[1]; /* what is on its way is NaN */
+    wait_for_copies();
+    __syncthreads();
+    out[5 * BLOCK + threadIdx.x] = shared[(4 * threadIdx.x + 5) % (4 * BLOCK)];
+}
+
+START_TEST(copies_to_shared_memory)
+{
+    int *host, got[6 * BLOCK];
+
+    cudaMallocHost((void **)&host, 4 * BLOCK * sizeof *host);
+    for (int i = 0; i < 4 * BLOCK; i++)
+        host[i] = i;
+    cudaMemcpyAsync(numbers, host, 4 * BLOCK * sizeof *host, cudaMemcpyHostToDevice, stream);
+    PKV_LAUNCH(copy_later, 1, BLOCK, 4 * BLOCK * sizeof(int), stream, numbers);
+    fetch(got, 6 * BLOCK);
+    for (int i = 0; i < BLOCK; i++) {
+        const int next = (i + 1) % BLOCK;
+
+        ck_assert_int_eq(got[4 * BLOCK + i], -1);
+        ck_assert_int_eq(got[5 * BLOCK + i], next == 3 ? 0 : 4 * next + 1);
+    }
+    cudaFreeHost(host);
+}
+END_TEST
+
 START_TEST(pairs)
 {
     ck_assert_uint_eq(pair_bf16(1.0f, -2.5f), 0xc0203f80u);
@@ -380,6 +450,21 @@ static void from_another_half(int *out)
 static void unaligned(int *out)
 {
     out[100 + threadIdx.x] = (int)load_16(out + 1).x;
+}
+
+static void unaligned_copy(int *out)
+{
+    PKV_SHARED(int, shared);
+
+    copy_16(shared, out + 1, true);
+    wait_for_copies();
+}
+
+static void unfinished_copy(int *out)
+{
+    PKV_SHARED(int, shared);
+
+    copy_16(shared, out, true);
 }
 
 static void half_a_matrix(int *out)
@@ -456,6 +541,12 @@ START_TEST(undefined)
     case 16:
         PKV_LAUNCH(half_a_matrix, 1, 32, 0, stream, numbers);
         break;
+    case 17:
+        PKV_LAUNCH(unaligned_copy, 1, 1, 16, stream, numbers);
+        break;
+    case 18:
+        PKV_LAUNCH(unfinished_copy, 1, 1, 16, stream, numbers);
+        break;
     }
     cudaStreamSynchronize(stream);
 }
@@ -484,11 +575,13 @@ int main(void)
     tcase_add_loop_test(test, warp_functions, 0, 5);
     tcase_add_loop_test(test, matrices, 0, 6);
     tcase_add_loop_test(test, transposed, 0, 3);
+    tcase_add_loop_test(test, matrices_loaded, 0, 3);
+    tcase_add_test(test, copies_to_shared_memory);
     tcase_add_test(test, pairs);
     tcase_add_test(test, copies_land_at_the_wait);
     tcase_add_test(test, graphs_run_again);
     tcase_add_test(test, memory_is_finite);
-    tcase_add_loop_test_raise_signal(test, undefined, SIGABRT, 0, 17);
+    tcase_add_loop_test_raise_signal(test, undefined, SIGABRT, 0, 19);
 #if !defined(__SANITIZE_ADDRESS__) &&                                                              \
     !defined(__SANITIZE_THREAD__) /* which report it in their own way */
     tcase_add_test_raise_signal(test, host_reads_device_memory, SIGSEGV);

@@ -38,6 +38,7 @@ check_registers() {
 }
 
 check_registers decode.ptxas attend_decode 16
+check_registers prefill.ptxas attend_prompt 4
 check_registers factorize.ptxas 'tridiagonalise_pages|diagonalise_pages|make_factors' 3
 
 if ! command -v cuobjdump >/dev/null || ! command -v nvdisasm >/dev/null; then
@@ -45,20 +46,34 @@ if ! command -v cuobjdump >/dev/null || ! command -v nvdisasm >/dev/null; then
 elif ! echo "$NVCC_ARCHITECTURES" | grep -qw sm_90; then
     echo "SKIP: not built for sm_90: the code itself is not looked at"
 else
-    cuobjdump -sass -arch sm_90 decode.nvo >sass.tmp
+    # HMMA, LDG.E.128, LDSM and LDGSTS of 16 bytes, and local memory.
+    count() {
+        cuobjdump -sass -arch sm_90 "$1" |
+            awk '/Function :/ { name = $3 }
+                 / HMMA[.]16816[.]F32/ { products[name]++ }
+                 / LDG[.]E[.]128/ { loads[name]++ }
+                 / LDSM[.]16[.]M(T)?88/ { matrices[name]++ }
+                 / LDGSTS[.]E[.]BYPASS[.].*128/ { copies[name]++ }
+                 / (LDL|STL)/ { local[name]++ }
+                 END { for (name in products) print name, products[name], loads[name] + 0,
+                           matrices[name] + 0, copies[name] + 0, local[name] + 0 }' | sort
+    }
+
     # Of K and V of a dense page of d 64 there are 8 + 8 loads, and 4 + 2 and more of factors; two
     # products of each.
-    awk '/Function :/ { name = $3 }
-         / HMMA[.]16816[.]F32/ { products[name]++ }
-         / LDG[.]E[.]128/ { loads[name]++ }
-         / (LDL|STL)/ { local[name]++ }
-         END { for (name in products) print name, products[name], loads[name], local[name] + 0 }' \
-        sass.tmp | sort >kernels.tmp
+    count decode.nvo >kernels.tmp
     cat kernels.tmp
-    [ "$(wc -l <kernels.tmp)" -eq 16 ] || fail "not every kernel has HMMA"
-    awk '$2 < 32 + 24 || $3 < 16 + 5 || $4 > 0' kernels.tmp >few.tmp
+    [ "$(wc -l <kernels.tmp)" -eq 16 ] || fail "not every kernel of decode.cu has HMMA"
+    awk '$2 < 32 + 24 || $3 < 16 + 5 || $6 > 0' kernels.tmp >few.tmp
     [ ! -s few.tmp ] || fail "few HMMA or LDG.E.128, or local memory: $(cat few.tmp)"
-    rm -f sass.tmp kernels.tmp few.tmp
+    # Of a tile of d 64 and its 32 rows 64 products and 24 loads of matrices for new tokens, the
+    # same products for a page.
+    count prefill.nvo >kernels.tmp
+    cat kernels.tmp
+    [ "$(wc -l <kernels.tmp)" -eq 4 ] || fail "not every kernel of prefill.cu has HMMA"
+    awk '$2 < 128 || $4 < 24 || $5 < 2 || $6 > 0' kernels.tmp >few.tmp
+    [ ! -s few.tmp ] || fail "few HMMA, LDSM or LDGSTS, or local memory: $(cat few.tmp)"
+    rm -f kernels.tmp few.tmp
 fi
 
 echo "$failures failures"

@@ -53,6 +53,25 @@ __device__ static __forceinline__ unsigned warp_transpose(unsigned x)
     return result;
 }
 
+/* ldmatrix: four 8 x 8 matrices of 16 bits an element in shared memory, of which lane 8 n + i has
+ * the address of row i of matrix n; element [g, 2 t] of each, and the next one, go to lane 4 g + t,
+ * or of each transposed. */
+#define WARP_LOAD(kind)                                                                            \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 {%0, %1, %2, %3}, [%4];"        \
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])                                  \
+                 : "r"((unsigned)__cvta_generic_to_shared(row))                                    \
+                 : "memory")
+
+__device__ static __forceinline__ void warp_load(unsigned a[4], const void *row)
+{
+    WARP_LOAD("");
+}
+
+__device__ static __forceinline__ void warp_load_transposed(unsigned a[4], const void *row)
+{
+    WARP_LOAD(".trans");
+}
+
 /* ---- Pairs of 16-bit numbers; the first one is in the low half ---- */
 
 __device__ static __forceinline__ unsigned pair_f16(float low, float high)
@@ -102,7 +121,16 @@ __device__ static __forceinline__ unsigned made_anew(unsigned x)
     return x;
 }
 
-/* ---- Aligned loads of what no kernel under way writes ---- */
+/* 2^x, 0 where that is less than 2^-126; to within 2 units in the last place. */
+__device__ static __forceinline__ float power_of_2(float x)
+{
+    float y;
+
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* ---- Aligned loads of what no kernel under way writes, and of shared memory ---- */
 
 __device__ static __forceinline__ uint4 load_16(const void *p)
 {
@@ -117,6 +145,27 @@ __device__ static __forceinline__ uint2 load_8(const void *p)
 __device__ static __forceinline__ unsigned load_4(const void *p)
 {
     return __ldg((const unsigned *)p);
+}
+
+__device__ static __forceinline__ uint4 shared_16(const void *p)
+{
+    return *(const uint4 *)p;
+}
+
+/* ---- Aligned copies of 16 bytes to shared memory ---- */
+
+/* cp.async: is there when wait_for_copies() returns to the thread; zeros unless `there`. */
+__device__ static __forceinline__ void copy_16(void *to, const void *from, bool there)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ static __forceinline__ void wait_for_copies(void)
+{
+    asm volatile("cp.async.wait_all;" : : : "memory");
 }
 
 #endif

@@ -19,10 +19,11 @@ struct thread {
     uint3 index;
     struct cuda_host_site site; /* where it waits */
     unsigned mask;
-    void *brought; /* to a meeting */
-    char *sync;    /* what those who wait together have in common */
-    bool fenced;   /* since it last waited for others */
-    void *came_to; /* with an atomic operation, since the last fence */
+    void *brought;                             /* to a meeting */
+    char *sync;                                /* what those who wait together have in common */
+    bool fenced;                               /* since it last waited for others */
+    void *came_to;                             /* with an atomic operation, since the last fence */
+    std::vector<struct cuda_host_copy> copies; /* that may not have landed */
 };
 
 /* More than threads can be behind each other: taken in turn, each by those of one wait. */
@@ -148,6 +149,8 @@ static void run_threads(void)
         struct thread *self = &block->threads[block->current];
         struct thread *next;
 
+        if (!self->copies.empty())
+            cuda_host_stop("the thread returns before its copies have landed");
         self->state = EXITED;
         block->exited++;
         next = pick(block);
@@ -319,6 +322,25 @@ void cuda_host_meet(struct cuda_host_site site, unsigned mask, void *mine,
         if (i != lane)
             block->ready.push_back(first + i);
     }
+}
+
+void cuda_host_copy_later(const struct cuda_host_copy &copy)
+{
+    running->threads[running->current].copies.push_back(copy);
+    memset(copy.to, 0xff, 16);
+}
+
+void wait_for_copies(void)
+{
+    std::vector<struct cuda_host_copy> *copies = &running->threads[running->current].copies;
+
+    for (const struct cuda_host_copy &copy : *copies) {
+        if (copy.from)
+            memcpy(copy.to, copy.from, 16);
+        else
+            memset(copy.to, 0, 16);
+    }
+    copies->clear();
 }
 
 void cuda_host_nothing(struct cuda_host_site, void *const *)

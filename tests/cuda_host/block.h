@@ -14,6 +14,14 @@ void cuda_host_queue(cudaStream_t stream, std::function<void()> run);
 /* Where such an operation finds device memory; ends the process if that is none. */
 void *cuda_host_view(const void *pointer, size_t bytes);
 
+/* Whose `to` is in the block's shared memory: from the running thread's wait on it has what is at
+ * `from`, or zeros where that is NULL. */
+struct cuda_host_copy {
+    void *to;
+    const void *from;
+};
+void cuda_host_copy_later(const struct cuda_host_copy &copy);
+
 /* Ends the process. */
 [[noreturn]] void cuda_host_stop(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

@@ -8,7 +8,8 @@
  *   - a launch beyond a limit, more shared memory than 48 KiB without cudaFuncSetAttribute;
  *   - __syncthreads() that not every thread of the block reaches at the same line;
  *   - a warp function that not every lane of its mask reaches at the same line with the same mask;
- *   - a copy between memories of another kind than it says, or across the end of an allocation.
+ *   - a copy between memories of another kind than it says, or across the end of an allocation;
+ *   - a thread that returns before its copies to shared memory have landed.
  * Fresh device memory and each block's shared memory are filled with 0xff, which is NaN.
  */
 #ifndef PUZZLEKV_TESTS_CUDA_HOST_DEVICE_H
@@ -195,6 +196,13 @@ unsigned cuda_host_transpose(struct cuda_host_site site, unsigned x);
 #define warp_mma_bf16(c, a, b) cuda_host_mma_bf16(CUDA_HOST_SITE("mma"), c, a, b)
 #define warp_transpose(x)      cuda_host_transpose(CUDA_HOST_SITE("movmatrix"), x)
 
+void cuda_host_load_matrices(struct cuda_host_site site, unsigned a[4], const void *row,
+                             bool transposed);
+
+#define warp_load(a, row) cuda_host_load_matrices(CUDA_HOST_SITE("ldmatrix"), a, row, false)
+#define warp_load_transposed(a, row)                                                               \
+    cuda_host_load_matrices(CUDA_HOST_SITE("ldmatrix.trans"), a, row, true)
+
 unsigned pair_f16(float low, float high);
 unsigned pair_bf16(float low, float high);
 float low_f16(unsigned pair);
@@ -214,10 +222,20 @@ static inline unsigned made_anew(unsigned x)
     return x;
 }
 
+static inline float power_of_2(float x)
+{
+    return x < -126.0f ? 0.0f : __builtin_exp2f(x);
+}
+
 /* They stop where the address is not aligned. */
 uint4 load_16(const void *p);
 uint2 load_8(const void *p);
 unsigned load_4(const void *p);
+uint4 shared_16(const void *p);
+
+/* Until the wait NaNs are there; a thread that returns has waited. */
+void copy_16(void *to, const void *from, bool there);
+void wait_for_copies(void);
 
 /* ---- Atomics and arithmetic ---- */
 

@@ -95,6 +95,39 @@ unsigned cuda_host_transpose(struct cuda_host_site site, unsigned x)
     return x;
 }
 
+struct rows_of_matrices {
+    unsigned *a;
+    const void *row;
+    bool transposed;
+};
+
+static void load_matrices_all(struct cuda_host_site, void *const lanes[32])
+{
+    for (unsigned n = 0; n < 4; n++) {
+        uint16_t matrix[8][8];
+
+        for (unsigned i = 0; i < 8; i++)
+            memcpy(matrix[i], ((const struct rows_of_matrices *)lanes[8 * n + i])->row, 16);
+        for (unsigned i = 0; i < 32; i++) {
+            const struct rows_of_matrices *lane = (const struct rows_of_matrices *)lanes[i];
+            const unsigned g = i / 4, t = i % 4 * 2;
+
+            lane->a[n] = lane->transposed ? matrix[t][g] | (unsigned)matrix[t + 1][g] << 16
+                                          : matrix[g][t] | (unsigned)matrix[g][t + 1] << 16;
+        }
+    }
+}
+
+/* A lane's own row is read before they meet, so that ThreadSanitizer sees by whom. */
+void cuda_host_load_matrices(struct cuda_host_site site, unsigned a[4], const void *row,
+                             bool transposed)
+{
+    const uint4 mine = load_16(row);
+    struct rows_of_matrices rows = {a, &mine, transposed};
+
+    cuda_host_meet(site, 0xffffffffu, &rows, load_matrices_all);
+}
+
 /* ---- Pairs ---- */
 
 unsigned pair_f16(float low, float high)
@@ -148,4 +181,16 @@ uint2 load_8(const void *p)
 unsigned load_4(const void *p)
 {
     return load<unsigned>(p);
+}
+
+uint4 shared_16(const void *p)
+{
+    return load<uint4>(p);
+}
+
+void copy_16(void *to, const void *from, bool there)
+{
+    if ((uintptr_t)to % 16 != 0 || (uintptr_t)from % 16 != 0)
+        cuda_host_stop("a copy of 16 bytes from %p to %p, which are not both aligned", from, to);
+    cuda_host_copy_later(cuda_host_copy{to, there ? from : NULL});
 }

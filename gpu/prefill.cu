@@ -1,0 +1,885 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Attention of many new tokens over pages of 32 tokens with d 64 or 128 and a storage type of 16
+ * bits, and causally over each other. A row is one query head of one token; the query heads of a KV
+ * head follow each other, then come the next token's. A block has ROWS rows of an item and KV head,
+ * a warp WARP_ROWS of them, which are the matrix A of mma.m16n8k16; what is stored is B, for whose
+ * fragments the order of decode.cu's A does as well (fragments.h):
+ *
+ *     dense page, new tokens   S = Q K^T,                O += P V
+ *     factor page              S = (Q R_K^T) L_K^T,      O += (P L_V) R_V
+ *
+ * A block walks through its item's pages and then, in tiles of as many, through the new tokens up
+ * to its own last one. While it works on a tile the next one is copied to shared memory: dense
+ * pages as they are, new tokens row by row, whose pieces of 16 bytes are exchanged so that ldmatrix
+ * finds any 8 rows in different banks. Factors are small and read by each warp.
+ *
+ * Sums are f32. P, in (0, 1], is rounded to the storage type, 2^-9 of it with bf16, and so are its
+ * sums that divide O. Products with a factor are split into two numbers, and so is q where it is of
+ * another type than the storage; as in decode.cu q is then scaled to [1, 2) for f16, which P times
+ * 2^14 is for. What a row gets depends on its item alone, since other rows and what is masked leave
+ * its bits as they are.
+ *
+ * A warp loads 48 fragments of 512 bytes from shared memory for the 128 mma of a tile with d 128,
+ * 0.5 MFLOP: 21 FLOP a byte. Of 128 bytes a cycle that makes 2,700 FLOP a cycle and multiprocessor,
+ * and 632 TFLOP/s of the 132 of an H200 at 1.755 GHz: the bound, of what has not been measured.
+ */
+#include "prefill.h"
+
+#include "fragments.h"
+#include "store.h"
+
+#define WARPS     4
+#define THREADS   (32 * WARPS)
+#define WARP_ROWS 32
+#define ROWS      (WARPS * WARP_ROWS)
+#define M         (WARP_ROWS / TILE) /* of a warp's tiles of A */
+#define LENGTH    32                 /* tokens of a tile: P */
+#define N         (LENGTH / 8)       /* of its tiles of C */
+
+/* Blocks that a multiprocessor is to hold, which bounds registers: 255. */
+#define BLOCKS_AT_ONCE 2
+
+#define MAX_ITEMS 65535 /* of a launch */
+
+#define LOG2_E 1.44269504f
+#define LN_2   0.693147181f
+
+struct prefill_views {
+    struct layer_view layer;
+    struct launch_plan plan;
+    pkv_input q, k, v;
+    pkv_output out;
+    float *lse;
+    size_t first_item;
+    unsigned q_parts; /* 1; 2: q is of another type than the storage */
+    bool copied;      /* new K and V can be copied 16 bytes at a time */
+};
+
+/* Shared memory of a block, in bytes. At the end O is where Q and the tiles were. */
+template <unsigned D> struct shared_places {
+    static const unsigned row = 2 * D;              /* of Q, K and V */
+    static const unsigned half = LENGTH * row;      /* K or V of a tile */
+    static const unsigned factor = 0;               /* float [ROWS], of scores */
+    static const unsigned tiles = 4 * ROWS;         /* two of K and V */
+    static const unsigned q = tiles + 2 * 2 * half; /* [parts][ROWS] */
+    static const unsigned out = tiles;              /* float [ROWS][D] */
+    static const unsigned bytes = q + ROWS * row;   /* with one part */
+    static const unsigned more_bytes = q + 2 * ROWS * row;
+};
+
+/* What a block has to do. */
+struct prompt_part {
+    const struct device_item *item;
+    const struct page *table;
+    unsigned kv_head;
+    unsigned group;
+    size_t first_row; /* of the item's */
+    size_t rows;      /* that the item has */
+    size_t cached;    /* tiles of stored pages */
+    size_t tiles;     /* and of new tokens */
+};
+
+/* m is the largest sum Q K^T; each column of l is the sum of P. */
+template <unsigned D> struct warp_state {
+    float m[M][2];
+    float l[M][4];
+    float o[M][D / 8][4];
+};
+
+/* ---- Products ---- */
+
+template <pkv_dtype DTYPE>
+__device__ static inline void multiply(float c[4], const unsigned a[4], unsigned b0, unsigned b1)
+{
+    const unsigned b[2] = {b0, b1};
+
+    if (DTYPE == PKV_F16)
+        warp_mma_f16(c, a, b);
+    else
+        warp_mma_bf16(c, a, b);
+}
+
+/* Of both halves of a tile. */
+template <pkv_dtype DTYPE>
+__device__ static inline void multiply_tile(float c[2][4], const unsigned a[4],
+                                            const unsigned tile[4])
+{
+    multiply<DTYPE>(c[0], a, tile[0], tile[2]);
+    multiply<DTYPE>(c[1], a, tile[1], tile[3]);
+}
+
+/* 16 columns of C as 16 columns of A. */
+template <pkv_dtype DTYPE> __device__ static inline void turn(const float c[2][4], unsigned a[4])
+{
+    UNROLL
+    for (unsigned n = 0; n < 4; n++)
+        a[n] = pair<DTYPE>(c[n / 2][n % 2 * 2], c[n / 2][n % 2 * 2 + 1]);
+}
+
+struct split_a {
+    unsigned upper[4], lower[4];
+};
+
+template <pkv_dtype DTYPE>
+__device__ static inline void turn_split(const float c[2][4], struct split_a *a)
+{
+    UNROLL
+    for (unsigned n = 0; n < 4; n++)
+        split<DTYPE>(c[n / 2][n % 2 * 2], c[n / 2][n % 2 * 2 + 1], &a->upper[n], &a->lower[n]);
+}
+
+template <pkv_dtype DTYPE>
+__device__ static inline void multiply_split(float c[2][4], const struct split_a *a,
+                                             const unsigned tile[4])
+{
+    multiply_tile<DTYPE>(c, a->upper, tile);
+    multiply_tile<DTYPE>(c, a->lower, tile);
+}
+
+/* Scales C of the warp by a power of two so that f16 holds it. Returns the inverse. */
+__device__ static inline float fit_f16(float c[M][2][4])
+{
+    float most = 0.0f;
+    unsigned exponent;
+    float scale;
+
+    UNROLL
+    for (unsigned n = 0; n < M * 8; n++)
+        most = fmaxf(most, fabsf(c[n / 8][n / 4 % 2][n % 4]));
+    exponent = __reduce_max_sync(0xffffffffu, f32_bits(most)) >> 23;
+    exponent = exponent < 15 ? 15 : exponent;
+    scale = f32_from_bits((268 - exponent) << 23);
+    UNROLL
+    for (unsigned n = 0; n < M * 8; n++)
+        c[n / 8][n / 4 % 2][n % 4] *= scale;
+    return f32_from_bits((exponent - 14) << 23);
+}
+
+/* ---- Rows in shared memory ---- */
+
+/* Where 16 bytes of a row are, counted from its beginning. */
+__device__ static inline unsigned piece_at(unsigned row, unsigned piece)
+{
+    return (piece ^ row % 8) * 16;
+}
+
+/* Rows 16 i and columns 16 j of rows in shared memory. */
+template <unsigned D>
+__device__ static inline void load_tile(const unsigned char *rows, unsigned i, unsigned j,
+                                        unsigned a[4])
+{
+    const unsigned lane = threadIdx.x % 32;
+
+    warp_load(a, rows + (TILE * i + lane % 16) * shared_places<D>::row +
+                     piece_at(lane, 2 * j + lane / 16));
+}
+
+/* Its transpose: columns 16 i and rows 16 j. */
+template <unsigned D>
+__device__ static inline void load_tile_transposed(const unsigned char *rows, unsigned i,
+                                                   unsigned j, unsigned a[4])
+{
+    const unsigned lane = threadIdx.x % 32;
+
+    warp_load_transposed(a, rows + (TILE * j + lane % 8 + lane / 16 * 8) * shared_places<D>::row +
+                                piece_at(lane, 2 * i + lane / 8 % 2));
+}
+
+/* A tile of a dense page. */
+__device__ static inline void load_fragment(const unsigned char *data, unsigned number,
+                                            unsigned a[4])
+{
+    const uint4 chunk = shared_16(data + (number * 32 + threadIdx.x % 32) * 16);
+
+    a[0] = chunk.x;
+    a[1] = chunk.y;
+    a[2] = chunk.z;
+    a[3] = chunk.w;
+}
+
+/* Queries to shared memory, by a warp a row, and what a score has to be multiplied by. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static void load_queries(const struct prefill_views *a, const struct prompt_part *part,
+                                    unsigned char *shared)
+{
+    const unsigned each = D / 32; /* elements of a lane */
+    const unsigned first = threadIdx.x % 32 * each;
+    float *factor = (float *)(void *)(shared + shared_places<D>::factor);
+
+    for (unsigned r = threadIdx.x / 32; r < ROWS; r += WARPS) {
+        const size_t row = part->first_row + r;
+        unsigned *to =
+            (unsigned *)(void *)(shared + shared_places<D>::q + r * shared_places<D>::row +
+                                 piece_at(r, first / 8) + first % 8 * 2);
+        float x[each] = {};
+        unsigned most = 0;
+
+        if (row < part->rows) {
+            UNROLL
+            for (unsigned i = 0; i < each; i++)
+                x[i] = input_element(&a->q, part->item->first_row + row / part->group,
+                                     part->kv_head * part->group + (unsigned)(row % part->group),
+                                     first + i);
+        }
+        UNROLL
+        for (unsigned i = 0; i < each; i++) {
+            const unsigned bits = f32_bits(x[i]) & 0x7fffffffu;
+
+            most = bits > most ? bits : most;
+        }
+        most = __reduce_max_sync(0xffffffffu, most) >> 23;
+        most = DTYPE != PKV_F16 || a->q_parts == 1 ? 127 : most < 1 ? 1 : most > 253 ? 253 : most;
+        if (threadIdx.x % 32 == 0)
+            factor[r] = a->layer.softmax_scale * LOG2_E * f32_from_bits(most << 23);
+        UNROLL
+        for (unsigned i = 0; i < each; i += 2) {
+            const float scale = f32_from_bits((254 - most) << 23);
+            unsigned upper, lower;
+
+            split<DTYPE>(x[i] * scale, x[i + 1] * scale, &upper, &lower);
+            to[i / 2] = upper;
+            if (a->q_parts == 2)
+                to[ROWS * D / 2 + i / 2] = lower;
+        }
+    }
+}
+
+/* 16 bytes of a new token's K or V, as they are stored. */
+template <pkv_dtype DTYPE>
+__device__ static void round_piece(const pkv_input *input, size_t row, unsigned head,
+                                   unsigned first, bool there, unsigned char *to)
+{
+    for (unsigned i = 0; i < 8; i++)
+        store_element(DTYPE, to, i, there ? input_element(input, row, head, first + i) : 0.0f);
+}
+
+/* Tile `number` on its way to shared memory. Behind the last new token there are zeros. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static void fetch_tile(const struct prefill_views *a, const struct prompt_part *part,
+                                  size_t number, unsigned char *shared)
+{
+    unsigned char *to = shared + shared_places<D>::tiles + number % 2 * 2 * shared_places<D>::half;
+    const unsigned pieces = 2 * shared_places<D>::half / 16;
+
+    if (number < part->cached) {
+        const struct page page = part->table[number];
+        const unsigned char *from = dense_page(&a->layer, page.slot, part->kv_head);
+
+        for (unsigned n = threadIdx.x; n < pieces && page.kind != SLOT_FACTOR; n += THREADS)
+            copy_16(to + 16 * n, from + 16 * n, true);
+        return;
+    }
+    for (unsigned n = threadIdx.x; n < pieces; n += THREADS) {
+        const bool is_key = n < pieces / 2;
+        const pkv_input *input = is_key ? &a->k : &a->v;
+        const unsigned t = n % (pieces / 2) / (D / 8), i = n % (D / 8);
+        const size_t token = (number - part->cached) * LENGTH + t;
+        const bool there = token < part->item->new_tokens;
+        const size_t row = part->item->first_row + (there ? token : 0);
+        unsigned char *piece =
+            to + (is_key ? 0 : shared_places<D>::half) + t * shared_places<D>::row + piece_at(t, i);
+
+        if (a->copied)
+            copy_16(piece,
+                    (const uint16_t *)input->data + row * input->token_stride +
+                        part->kv_head * input->head_stride + 8 * i,
+                    there);
+        else
+            round_piece<DTYPE>(input, row, part->kv_head, 8 * i, there, piece);
+    }
+}
+
+/* ---- Scores ---- */
+
+/* `q`: the warp's rows, `parts` times. */
+template <unsigned D, pkv_dtype DTYPE, bool NEW>
+__device__ static inline void score_dense(const unsigned char *keys, const unsigned char *q,
+                                          unsigned parts, float s[M][N][4])
+{
+    for (unsigned part = 0; part < parts; part++) {
+        UNROLL
+        for (unsigned j = 0; j < D / TILE; j++) {
+            unsigned rows[M][4], tile[4];
+
+            UNROLL
+            for (unsigned m = 0; m < M; m++)
+                load_tile<D>(q + part * ROWS * shared_places<D>::row, m, j, rows[m]);
+            UNROLL
+            for (unsigned i = 0; i < 2; i++) {
+                if (NEW)
+                    load_tile<D>(keys, i, j, tile);
+                else
+                    load_fragment(keys, 2 * j + i, tile);
+                UNROLL
+                for (unsigned m = 0; m < M; m++)
+                    multiply_tile<DTYPE>(s[m] + 2 * i, rows[m], tile);
+            }
+        }
+    }
+}
+
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void score_native(const struct layer_view *layer,
+                                           const unsigned char *page, const unsigned char *q,
+                                           unsigned parts, float s[M][N][4])
+{
+    const struct chunk_view right = view_chunks<false>(page, &layer->parts[1], 1);
+    const struct chunk_view left = view_chunks<false>(page, &layer->parts[0], 1);
+    float inner[M][2][4] = {};
+    float scale = 1.0f;
+    struct split_a rows[M];
+    unsigned tile[4];
+
+    for (unsigned part = 0; part < parts; part++) {
+        UNROLL
+        for (unsigned j = 0; j < D / TILE; j++) {
+            tile_of<true>(load_chunk(&right, j), tile);
+            UNROLL
+            for (unsigned m = 0; m < M; m++) {
+                unsigned a[4];
+
+                load_tile<D>(q + part * ROWS * shared_places<D>::row, m, j, a);
+                multiply_tile<DTYPE>(inner[m], a, tile);
+            }
+        }
+    }
+    if (DTYPE == PKV_F16)
+        scale = fit_f16(inner);
+    UNROLL
+    for (unsigned m = 0; m < M; m++)
+        turn_split<DTYPE>(inner[m], &rows[m]);
+    UNROLL
+    for (unsigned i = 0; i < 2; i++) {
+        tile_of<false>(load_chunk(&left, i), tile);
+        UNROLL
+        for (unsigned m = 0; m < M; m++)
+            multiply_split<DTYPE>(s[m] + 2 * i, &rows[m], tile);
+    }
+    UNROLL
+    for (unsigned n = 0; n < M * N * 4 && DTYPE == PKV_F16; n++)
+        s[n / (4 * N)][n / 4 % N][n % 4] *= scale;
+}
+
+/* A of the storage type as bf16. */
+template <pkv_dtype DTYPE>
+__device__ static inline void as_bf16(const unsigned a[4], struct split_a *rows)
+{
+    UNROLL
+    for (unsigned n = 0; n < 4; n++)
+        split<PKV_BF16>(low<DTYPE>(a[n]), high<DTYPE>(a[n]), &rows->upper[n], &rows->lower[n]);
+}
+
+/* Of codes: with its scale one of R_K takes 15 bits, which two parts hold; the scales of L_K go to
+ * the columns of C before. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void score_codes(const struct layer_view *layer, const unsigned char *page,
+                                          const unsigned char *q, unsigned parts, float s[M][N][4])
+{
+    const unsigned t = threadIdx.x % 4;
+    const struct part_place *places = layer->parts;
+    const struct chunk_view right = view_chunks<true>(page, &places[1], 4);
+    const struct chunk_view left = view_chunks<true>(page, &places[0], 2);
+    const unsigned char *right_scales = page + places[1].scales + t * (D / 2);
+    const uint16_t *left_scales = (const uint16_t *)(const void *)(page + places[0].scales);
+    const uint2 left_chunk = load_small_chunk(&left);
+    float inner[M][2][4] = {};
+    struct split_a rows[M];
+    unsigned tile[4];
+
+    UNROLL
+    for (unsigned j = 0; j < D / TILE; j++) {
+        const uint4 chunk = load_chunk(&right, j / 4);
+        const uint2 scales = load_8(right_scales + 8 * j);
+        struct split_a factor;
+
+        tile_of_codes<true>(j % 4 < 2 ? chunk.x : chunk.y, j % 4 < 2 ? chunk.z : chunk.w, j % 2,
+                            tile);
+        UNROLL
+        for (unsigned n = 0; n < 4; n++) {
+            const unsigned scale = n < 2 ? scales.x : scales.y;
+
+            split<PKV_BF16>(low<PKV_BF16>(tile[n]) * low_f16(scale),
+                            high<PKV_BF16>(tile[n]) * high_f16(scale), &factor.upper[n],
+                            &factor.lower[n]);
+        }
+        for (unsigned part = 0; part < parts; part++) {
+            UNROLL
+            for (unsigned m = 0; m < M; m++) {
+                unsigned a[4];
+
+                load_tile<D>(q + part * ROWS * shared_places<D>::row, m, j, a);
+                if (DTYPE == PKV_F16) {
+                    as_bf16<DTYPE>(a, &rows[m]);
+                    multiply_split<PKV_BF16>(inner[m], &rows[m], factor.upper);
+                    multiply_tile<PKV_BF16>(inner[m], rows[m].upper, factor.lower);
+                } else {
+                    multiply_tile<PKV_BF16>(inner[m], a, factor.upper);
+                    multiply_tile<PKV_BF16>(inner[m], a, factor.lower);
+                }
+            }
+        }
+    }
+    UNROLL
+    for (unsigned n = 0; n < 4; n++) {
+        const unsigned column = n / 2 * 8 + 2 * t + n % 2;
+        const float scale = column < layer->rank_k ? f16_to_f32(left_scales[column]) : 0.0f;
+
+        UNROLL
+        for (unsigned m = 0; m < M; m++) {
+            inner[m][n / 2][n % 2] *= scale;
+            inner[m][n / 2][n % 2 + 2] *= scale;
+        }
+    }
+    UNROLL
+    for (unsigned m = 0; m < M; m++)
+        turn_split<PKV_BF16>(inner[m], &rows[m]);
+    UNROLL
+    for (unsigned i = 0; i < 2; i++) {
+        tile_of_codes<false>(left_chunk.x, left_chunk.y, i, tile);
+        UNROLL
+        for (unsigned m = 0; m < M; m++)
+            multiply_split<PKV_BF16>(s[m] + 2 * i, &rows[m], tile);
+    }
+}
+
+/* ---- Weights ---- */
+
+/* Tokens of a tile that rows may see: `some` of them all rows, or up to and with each row's own,
+ * which is `own` tokens behind the tile's first one. */
+struct seen {
+    bool causal;
+    unsigned some;
+    unsigned own[M][2];
+};
+
+/* Scores to P, as A; rescales the state. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void softmax(const float *factors, const struct seen *seen,
+                                      float s[M][N][4], struct warp_state<D> *state,
+                                      unsigned p[M][2][4])
+{
+    const float bias = DTYPE == PKV_F16 ? 14.0f : 0.0f;
+    const unsigned one = DTYPE == PKV_F16 ? 0x3c003c00u : 0x3f803f80u;
+    const unsigned g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float most[M][2], factor[M][2];
+    bool grows = false;
+
+    UNROLL
+    for (unsigned r = 0; r < 2 * M; r++) {
+        const unsigned m = r / 2, h = r % 2;
+        const unsigned tokens = seen->causal ? seen->own[m][h] + 1 : seen->some;
+
+        factor[m][h] = factors[TILE * m + 8 * h + g];
+        most[m][h] = state->m[m][h];
+        UNROLL
+        for (unsigned n = 0; n < 2 * N; n++) {
+            float *score = &s[m][n / 2][2 * h + n % 2];
+
+            if ((seen->causal || tokens < LENGTH) && n / 2 * 8 + 2 * t + n % 2 >= tokens)
+                *score = -INFINITY;
+            most[m][h] = fmaxf(most[m][h], *score);
+        }
+        most[m][h] = fmaxf(most[m][h], __shfl_xor_sync(0xffffffffu, most[m][h], 1));
+        most[m][h] = fmaxf(most[m][h], __shfl_xor_sync(0xffffffffu, most[m][h], 2));
+        grows = grows || most[m][h] != state->m[m][h];
+    }
+    if (__any_sync(0xffffffffu, grows)) {
+        UNROLL
+        for (unsigned r = 0; r < 2 * M; r++) {
+            const unsigned m = r / 2, h = r % 2;
+            const float scale = power_of_2((state->m[m][h] - most[m][h]) * factor[m][h]);
+
+            state->m[m][h] = most[m][h];
+            UNROLL
+            for (unsigned n = 0; n < 2; n++) {
+                state->l[m][2 * h + n] *= scale;
+                UNROLL
+                for (unsigned i = 0; i < D / 8; i++)
+                    state->o[m][i][2 * h + n] *= scale;
+            }
+        }
+    }
+    UNROLL
+    for (unsigned m = 0; m < M; m++) {
+        UNROLL
+        for (unsigned n = 0; n < N * 4; n++) {
+            float *score = &s[m][n / 4][n % 4];
+            const unsigned h = n % 4 / 2;
+
+            *score = power_of_2(
+                __fmaf_rn(*score, factor[m][h], __fmaf_rn(-most[m][h], factor[m][h], bias)));
+        }
+        UNROLL
+        for (unsigned k = 0; k < 2; k++) {
+            turn<DTYPE>(s[m] + 2 * k, p[m][k]);
+            multiply<DTYPE>(state->l[m], p[m][k], one, one);
+        }
+    }
+}
+
+/* ---- Values ---- */
+
+template <unsigned D, pkv_dtype DTYPE, bool NEW>
+__device__ static inline void accumulate_dense(const unsigned char *values, unsigned tokens,
+                                               const unsigned p[M][2][4],
+                                               struct warp_state<D> *state)
+{
+    unsigned tile[4];
+
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++) {
+        UNROLL
+        for (unsigned k = 0; k < 2; k++) {
+            if (NEW) {
+                load_tile_transposed<D>(values, i, k, tile);
+            } else {
+                load_fragment(values, 2 * i + k, tile);
+                if (tokens < LENGTH)
+                    mask_columns(TILE * k, tokens, tile);
+            }
+            UNROLL
+            for (unsigned m = 0; m < M; m++)
+                multiply_tile<DTYPE>(state->o[m] + 2 * i, p[m][k], tile);
+        }
+    }
+}
+
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void
+accumulate_native(const struct layer_view *layer, const unsigned char *page,
+                  const unsigned p[M][2][4], struct warp_state<D> *state)
+{
+    const struct chunk_view left = view_chunks<false>(page, &layer->parts[2], 1);
+    const struct chunk_view right = view_chunks<false>(page, &layer->parts[3], 1);
+    float inner[M][2][4] = {};
+    float scale = 1.0f;
+    struct split_a rows[M];
+    unsigned tile[4];
+
+    UNROLL
+    for (unsigned k = 0; k < 2; k++) {
+        tile_of<true>(load_chunk(&left, k), tile);
+        UNROLL
+        for (unsigned m = 0; m < M; m++)
+            multiply_tile<DTYPE>(inner[m], p[m][k], tile);
+    }
+    if (DTYPE == PKV_F16)
+        scale = fit_f16(inner);
+    UNROLL
+    for (unsigned m = 0; m < M; m++)
+        turn_split<DTYPE>(inner[m], &rows[m]);
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++) {
+        tile_of<false>(load_chunk(&right, i), tile);
+        UNROLL
+        for (unsigned m = 0; m < M; m++) {
+            float(*o)[4] = state->o[m] + 2 * i;
+
+            if (DTYPE == PKV_F16) {
+                float c[2][4] = {};
+
+                multiply_split<DTYPE>(c, &rows[m], tile);
+                UNROLL
+                for (unsigned n = 0; n < 8; n++)
+                    o[n / 4][n % 4] = __fmaf_rn(c[n / 4][n % 4], scale, o[n / 4][n % 4]);
+            } else {
+                multiply_split<DTYPE>(o, &rows[m], tile);
+            }
+        }
+    }
+}
+
+/* The scales of L_V go to the columns of P, those of R_V to the columns of C. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void accumulate_codes(const struct layer_view *layer,
+                                               const unsigned char *page, const unsigned p[M][2][4],
+                                               struct warp_state<D> *state)
+{
+    const unsigned t = threadIdx.x % 4;
+    const struct part_place *places = layer->parts;
+    const struct chunk_view left = view_chunks<true>(page, &places[2], 2);
+    const struct chunk_view right = view_chunks<true>(page, &places[3], 4);
+    const uint2 left_chunk = load_small_chunk(&left);
+    /* Of columns 2 t and 2 t + 1 of each 8. */
+    const unsigned char *left_scales = page + places[2].scales + 2 * t * (LENGTH / 4);
+    const unsigned char *right_scales = page + places[3].scales + 2 * t * (D / 4);
+    const uint2 even = load_8(left_scales), odd = load_8(left_scales + LENGTH / 4);
+    float inner[M][2][4] = {};
+    struct split_a rows[M];
+    unsigned tile[4];
+
+    UNROLL
+    for (unsigned k = 0; k < 2; k++) {
+        const unsigned evens = k ? even.y : even.x, odds = k ? odd.y : odd.x;
+
+        tile_of_codes<true>(left_chunk.x, left_chunk.y, k, tile);
+        UNROLL
+        for (unsigned m = 0; m < M; m++) {
+            UNROLL
+            for (unsigned n = 0; n < 4; n++)
+                split<PKV_BF16>(low<DTYPE>(p[m][k][n]) * (n < 2 ? low_f16(evens) : high_f16(evens)),
+                                high<DTYPE>(p[m][k][n]) * (n < 2 ? low_f16(odds) : high_f16(odds)),
+                                &rows[m].upper[n], &rows[m].lower[n]);
+            multiply_split<PKV_BF16>(inner[m], &rows[m], tile);
+        }
+    }
+    UNROLL
+    for (unsigned m = 0; m < M; m++)
+        turn_split<PKV_BF16>(inner[m], &rows[m]);
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++) {
+        const uint4 chunk = load_chunk(&right, i / 4);
+        const unsigned scales[2] = {load_4(right_scales + 4 * i),
+                                    load_4(right_scales + D / 4 + 4 * i)};
+
+        tile_of_codes<false>(i % 4 < 2 ? chunk.x : chunk.y, i % 4 < 2 ? chunk.z : chunk.w, i % 2,
+                             tile);
+        UNROLL
+        for (unsigned m = 0; m < M; m++) {
+            float(*o)[4] = state->o[m] + 2 * i;
+            float c[2][4] = {};
+
+            multiply_split<PKV_BF16>(c, &rows[m], tile);
+            UNROLL
+            for (unsigned n = 0; n < 8; n++)
+                o[n / 4][n % 4] = __fmaf_rn(
+                    c[n / 4][n % 4], n < 4 ? low_f16(scales[n % 2]) : high_f16(scales[n % 2]),
+                    o[n / 4][n % 4]);
+        }
+    }
+}
+
+/* ---- One tile ---- */
+
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void attend_page(const struct prefill_views *a,
+                                          const struct prompt_part *part, size_t number,
+                                          const unsigned char *tile, const unsigned char *q,
+                                          const float *factors, struct warp_state<D> *state)
+{
+    const struct page page = part->table[number];
+    const struct layer_view *layer = &a->layer;
+    struct seen seen = {};
+    float s[M][N][4] = {};
+    unsigned p[M][2][4];
+
+    seen.some = (unsigned)min_size(part->item->tokens - number * LENGTH, LENGTH);
+    if (page.kind == SLOT_FACTOR) {
+        const unsigned char *data = factor_page(layer, page.slot, part->kv_head);
+
+        if (layer->factors_k == PKV_FACTORS_INT4)
+            score_codes<D, DTYPE>(layer, data, q, a->q_parts, s);
+        else
+            score_native<D, DTYPE>(layer, data, q, a->q_parts, s);
+        softmax<D, DTYPE>(factors, &seen, s, state, p);
+        if (layer->factors_v == PKV_FACTORS_INT4)
+            accumulate_codes<D, DTYPE>(layer, data, p, state);
+        else
+            accumulate_native<D, DTYPE>(layer, data, p, state);
+    } else {
+        score_dense<D, DTYPE, false>(tile, q, a->q_parts, s);
+        softmax<D, DTYPE>(factors, &seen, s, state, p);
+        accumulate_dense<D, DTYPE, false>(tile + shared_places<D>::half, seen.some, p, state);
+    }
+}
+
+/* New tokens from `first` on; nothing where they follow the warp's rows. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void
+attend_new(const struct prefill_views *a, const struct prompt_part *part, size_t first,
+           size_t first_row, const unsigned char *tile, const unsigned char *q,
+           const float *factors, struct warp_state<D> *state)
+{
+    const size_t last_row = min_size(first_row + WARP_ROWS, part->rows) - 1;
+    struct seen seen = {};
+    float s[M][N][4] = {};
+    unsigned p[M][2][4];
+
+    if (first > last_row / part->group)
+        return;
+    seen.some = LENGTH;
+    seen.causal = first + LENGTH - 1 > first_row / part->group;
+    if (seen.causal) {
+        UNROLL
+        for (unsigned r = 0; r < 2 * M; r++) {
+            const size_t row = first_row + 8 * r + threadIdx.x % 32 / 4;
+            const size_t token = min_size(row, last_row) / part->group;
+
+            /* A row above sees what is in the tiles before. */
+            seen.own[r / 2][r % 2] = token < first ? UINT32_MAX : (unsigned)(token - first);
+        }
+    }
+    score_dense<D, DTYPE, true>(tile, q, a->q_parts, s);
+    softmax<D, DTYPE>(factors, &seen, s, state, p);
+    accumulate_dense<D, DTYPE, true>(tile + shared_places<D>::half, LENGTH, p, state);
+}
+
+/* ---- The kernel ---- */
+
+/* What a warp has, to shared memory; the logarithms of sums to where they belong. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void
+leave_state(const struct prefill_views *a, const struct prompt_part *part, size_t first_row,
+            const struct warp_state<D> *state, const float *factors, float *out)
+{
+    const float bias = DTYPE == PKV_F16 ? 14.0f : 0.0f;
+    const unsigned g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+
+    UNROLL
+    for (unsigned r = 0; r < 2 * M; r++) {
+        const unsigned m = r / 2, h = r % 2;
+        const size_t row = first_row + 8 * r + g;
+        const float l = state->l[m][2 * h];
+        const float inverse = 1.0f / l;
+
+        UNROLL
+        for (unsigned i = 0; i < D / 8; i++) {
+            out[(8 * r + g) * D + 8 * i + 2 * t] = state->o[m][i][2 * h] * inverse;
+            out[(8 * r + g) * D + 8 * i + 2 * t + 1] = state->o[m][i][2 * h + 1] * inverse;
+        }
+        if (a->lse && t == 0 && row < part->rows)
+            a->lse[(part->item->first_row + row / part->group) * a->layer.query_heads +
+                   part->kv_head * part->group + row % part->group] =
+                __fmaf_rn(__fmaf_rn(state->m[m][h], factors[8 * r + g], -bias), LN_2, logf(l));
+    }
+}
+
+template <unsigned D>
+__device__ static void write_outputs(const struct prefill_views *a, const struct prompt_part *part,
+                                     const float *out)
+{
+    for (unsigned n = threadIdx.x; n < ROWS * D; n += THREADS) {
+        const size_t row = part->first_row + n / D;
+
+        if (row >= part->rows)
+            break;
+        store_element(a->out.dtype, a->out.data,
+                      (part->item->first_row + row / part->group) * a->out.token_stride +
+                          (part->kv_head * part->group + row % part->group) * a->out.head_stride +
+                          n % D,
+                      out[n]);
+    }
+}
+
+/* One block ROWS rows, those that see most first; KV head; item. */
+template <unsigned D, pkv_dtype DTYPE>
+__global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
+    attend_prompt(struct prefill_views a)
+{
+    PKV_SHARED(unsigned char, shared);
+    const unsigned warp = threadIdx.x / 32;
+    const float *factors =
+        (const float *)(const void *)(shared + shared_places<D>::factor) + warp * WARP_ROWS;
+    const unsigned char *q =
+        shared + shared_places<D>::q + warp * WARP_ROWS * shared_places<D>::row;
+    float *out = (float *)(void *)(shared + shared_places<D>::out);
+    const struct plan_view *plan = plan_of(&a.plan);
+    struct warp_state<D> state = warp_state<D>();
+    struct prompt_part part;
+    size_t first_row;
+
+    if (!plan)
+        return;
+    part.item = &plan->items[a.first_item + blockIdx.z];
+    part.table = plan->tables + part.item->first_page;
+    part.kv_head = blockIdx.y;
+    part.group = a.layer.query_heads / a.layer.kv_heads;
+    part.rows = part.item->new_tokens * part.group;
+    part.first_row = (size_t)(gridDim.x - 1 - blockIdx.x) * ROWS;
+    if (part.item->new_tokens == 1 || part.first_row >= part.rows)
+        return;
+    part.cached = (part.item->tokens + LENGTH - 1) / LENGTH;
+    part.tiles =
+        part.cached + (min_size(part.first_row + ROWS, part.rows) - 1) / part.group / LENGTH + 1;
+    first_row = part.first_row + warp * WARP_ROWS;
+    UNROLL
+    for (unsigned r = 0; r < 2 * M; r++)
+        state.m[r / 2][r % 2] = -INFINITY;
+
+    load_queries<D, DTYPE>(&a, &part, shared);
+    fetch_tile<D, DTYPE>(&a, &part, 0, shared);
+    for (size_t number = 0; number < part.tiles; number++) {
+        const unsigned char *tile =
+            shared + shared_places<D>::tiles + number % 2 * 2 * shared_places<D>::half;
+
+        wait_for_copies();
+        __syncthreads(); /* this tile is there, and the other one's place free */
+        if (number + 1 < part.tiles)
+            fetch_tile<D, DTYPE>(&a, &part, number + 1, shared);
+        if (first_row >= part.rows)
+            continue;
+        if (number < part.cached)
+            attend_page<D, DTYPE>(&a, &part, number, tile, q, factors, &state);
+        else
+            attend_new<D, DTYPE>(&a, &part, (number - part.cached) * LENGTH, first_row, tile, q,
+                                 factors, &state);
+    }
+    __syncthreads();
+    if (first_row < part.rows)
+        leave_state<D, DTYPE>(&a, &part, first_row, &state, factors,
+                              out + (size_t)warp * WARP_ROWS * D);
+    __syncthreads();
+    write_outputs<D>(&a, &part, out);
+}
+
+/* ---- The host's side ---- */
+
+template <unsigned D, pkv_dtype DTYPE>
+static pkv_status launch(struct backend *backend, const struct prefill_views *a, dim3 grid)
+{
+    const unsigned bytes = a->q_parts == 2 ? shared_places<D>::more_bytes : shared_places<D>::bytes;
+    const pkv_status status =
+        gpu_check(backend,
+                  cudaFuncSetAttribute(attend_prompt<D, DTYPE>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes),
+                  "cannot have shared memory for attention");
+
+    if (status == PKV_OK)
+        PKV_LAUNCH((attend_prompt<D, DTYPE>), grid, THREADS, bytes, backend->stream, *a);
+    return status;
+}
+
+/* Whether rows are of the storage type, and 16 bytes of one aligned. */
+static bool can_copy(const pkv_input *input, pkv_dtype dtype)
+{
+    return input->dtype == dtype && (uintptr_t)input->data % 16 == 0 &&
+           input->token_stride % 8 == 0 && input->head_stride % 8 == 0;
+}
+
+pkv_status prefill_run(struct backend *backend, size_t layer, const pkv_step_io *io)
+{
+    const struct backend_plan *plan = &backend->step.plan;
+    pkv_status status = PKV_OK;
+    struct prefill_views a = {};
+
+    a.layer = store_layer(backend, layer);
+    a.plan = gpu_plan(backend);
+    a.q = io->q;
+    a.k = io->k;
+    a.v = io->v;
+    a.out = io->out;
+    a.lse = io->lse;
+    a.q_parts = io->q.dtype == a.layer.dtype ? 1 : 2;
+    a.copied = can_copy(&io->k, a.layer.dtype) && can_copy(&io->v, a.layer.dtype);
+    for (size_t end; a.first_item < plan->n_items && status == PKV_OK; a.first_item = end) {
+        size_t rows = 0;
+        dim3 grid;
+
+        end = min_size(a.first_item + MAX_ITEMS, plan->n_items);
+        for (size_t i = a.first_item; i < end; i++)
+            if (rows < plan->items[i].new_tokens * gpu_group(backend->geometry))
+                rows = plan->items[i].new_tokens * gpu_group(backend->geometry);
+        grid = dim3((unsigned)((rows + ROWS - 1) / ROWS), a.layer.kv_heads,
+                    (unsigned)(end - a.first_item));
+        if (a.layer.d == 64 && a.layer.dtype == PKV_F16)
+            status = launch<64, PKV_F16>(backend, &a, grid);
+        else if (a.layer.d == 64)
+            status = launch<64, PKV_BF16>(backend, &a, grid);
+        else if (a.layer.dtype == PKV_F16)
+            status = launch<128, PKV_F16>(backend, &a, grid);
+        else
+            status = launch<128, PKV_BF16>(backend, &a, grid);
+    }
+    return status == PKV_OK ? gpu_check_launch(backend, "cannot attend") : status;
+}
