@@ -29,6 +29,9 @@ static pkv_status open_backend(const struct geometry *geometry, const struct cap
     *opened = NULL;
     if (status != PKV_OK)
         return status;
+    if (geometry->solver == PKV_SOLVER_CUSOLVER)
+        return fail(message, PKV_ERROR_UNSUPPORTED,
+                    "solver: the CPU backend has no PKV_SOLVER_CUSOLVER");
     backend = memory_allocate(memory, 1, sizeof *backend);
     if (!backend)
         return fail(message, PKV_ERROR_MEMORY, "cannot allocate the CPU backend");

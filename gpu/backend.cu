@@ -226,9 +226,9 @@ static pkv_status open_backend(const struct geometry *geometry, const struct cap
     int current;
 
     *opened = NULL;
-    if (geometry->solver != PKV_SOLVER_BATCHED)
+    if (geometry->solver == PKV_SOLVER_LAPACK)
         return fail(message, PKV_ERROR_UNSUPPORTED,
-                    "solver: the CUDA backend has PKV_SOLVER_BATCHED alone");
+                    "solver: the CUDA backend has no PKV_SOLVER_LAPACK");
     backend = (struct backend *)memory_allocate(memory, 1, sizeof *backend);
     if (!backend)
         return fail(message, PKV_ERROR_MEMORY, "cannot allocate the CUDA backend");

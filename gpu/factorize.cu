@@ -10,9 +10,12 @@
  * a column of L, makes the factors. Elsewhere a block works on one problem in global memory; any P,
  * d and rank do. In both, threads share what may be done in any order, and every sum is one
  * thread's.
+ *
+ * With the solver `cusolver` the plain kernel is cut in two, and cuSOLVER works in between.
  */
 #include "factorize.h"
 
+#include "cusolver.h"
 #include "store.h"
 
 typedef float real;
@@ -34,6 +37,9 @@ extern "C" {
  * more of them, for the kernels of which one gives each problem a thread alone. */
 #define SCRATCH_BYTES      ((size_t)8 << 20)
 #define MANY_SCRATCH_BYTES ((size_t)128 << 20)
+
+/* The same around cuSOLVER: 16,384 problems of 32 x 128. */
+#define CUSOLVER_SCRATCH_BYTES ((size_t)512 << 20)
 
 /* Of one problem, offsets in floats; a matrix is row-major. */
 struct scratch_layout {
@@ -517,6 +523,15 @@ __device__ static bool put_factors(const struct layer_view *layer, const struct 
     return good;
 }
 
+enum fault_kind { FAULT_SOLVER, FAULT_FACTORS };
+
+/* The first problem's is kept, of whatever kind. */
+__device__ static void report_fault(struct layer_faults *faults, size_t number,
+                                    enum fault_kind kind)
+{
+    atomicMin(&faults->factor, (unsigned long long)(2 * number + kind));
+}
+
 /* ---- All problems ---- */
 
 /* Problem `number` of a layer, in the order in which faults are reported: item, page, head, K
@@ -584,7 +599,119 @@ __global__ static void factorize_problems(struct layer_view layer, struct launch
     __syncthreads();
     project(&p, exponent);
     if (!put_factors(&layer, &p))
-        atomicMin(&faults->factor, (unsigned long long)number);
+        report_fault(faults, number, FAULT_FACTORS);
+}
+
+/* ---- By cuSOLVER ---- */
+
+/* Scratch of n problems from `first` on, an array of each of these. */
+struct eigen_batch {
+    float *matrices; /* [n, P, P] */
+    float *values;   /* [n, P] */
+    int *info;       /* [n] */
+    int *exponent;   /* [n], of the scaled page */
+    float *x;        /* [n, P, d] */
+    float *left;     /* [n, P, r]; r is the largest */
+    float *right;    /* [n, r, d] */
+    float *norm;     /* [n, r] */
+    size_t first, n, rank;
+};
+
+EVERYWHERE size_t eigen_floats(size_t length, size_t d, size_t rank)
+{
+    return length * length + length + 2 + length * d + length * rank + rank * d + rank;
+}
+
+static struct eigen_batch divide_eigen_batch(float *scratch, size_t length, size_t d, size_t rank,
+                                             size_t first, size_t n)
+{
+    struct eigen_batch batch;
+
+    batch.matrices = scratch;
+    batch.values = batch.matrices + n * length * length;
+    batch.info = (int *)(void *)(batch.values + n * length);
+    batch.exponent = batch.info + n;
+    batch.x = (float *)(void *)(batch.exponent + n);
+    batch.left = batch.x + n * length * d;
+    batch.right = batch.left + n * length * rank;
+    batch.norm = batch.right + n * rank * d;
+    batch.first = first;
+    batch.n = n;
+    batch.rank = rank;
+    return batch;
+}
+
+__device__ static struct problem eigen_problem(const struct layer_view *layer,
+                                               const struct plan_view *plan,
+                                               const struct eigen_batch *batch)
+{
+    const size_t i = blockIdx.x;
+    const size_t number = batch->first + i;
+    struct problem p = {};
+
+    p.job = plan->factor_jobs[number / (2 * layer->kv_heads)];
+    p.head = (unsigned)(number / 2 % layer->kv_heads);
+    p.is_key = number % 2 == 0;
+    p.rank = p.is_key ? layer->rank_k : layer->rank_v;
+    p.length = layer->length;
+    p.d = layer->d;
+    p.x = batch->x + i * p.length * p.d;
+    p.left = batch->left + i * p.length * batch->rank;
+    p.right = batch->right + i * batch->rank * p.d;
+    p.norm = batch->norm + i * batch->rank;
+    return p;
+}
+
+/* One block a problem. */
+__global__ static void make_gram_matrices(struct layer_view layer, struct launch_plan launch,
+                                          pkv_input k, pkv_input v, struct eigen_batch batch)
+{
+    PKV_SHARED(float, shared); /* a number for each thread */
+    const struct problem p = eigen_problem(&layer, launch.on_device, &batch);
+    float *matrix = batch.matrices + (size_t)blockIdx.x * p.length * p.length;
+    const int exponent = load_page(&layer, &p, p.is_key ? &k : &v, shared);
+
+    if (threadIdx.x == 0)
+        batch.exponent[blockIdx.x] = exponent;
+    for (unsigned n = threadIdx.x; n < p.length * p.length; n += blockDim.x) {
+        const unsigned i = n / p.length;
+        const unsigned j = n % p.length;
+        float sum = 0.0f;
+
+        if (j > i)
+            continue;
+        for (unsigned e = 0; e < p.d; e++)
+            sum = __fmaf_rn(p.x[i * p.d + e], p.x[j * p.d + e], sum);
+        matrix[i * p.length + j] = matrix[j * p.length + i] = sum;
+    }
+}
+
+/* One block a problem: the last eigenvectors, each with its entry of largest magnitude positive. */
+__global__ static void take_eigenvectors(struct layer_view layer, struct launch_plan launch,
+                                         struct eigen_batch batch, struct layer_faults *faults)
+{
+    const size_t number = batch.first + blockIdx.x;
+    const struct problem p = eigen_problem(&layer, launch.on_device, &batch);
+    const float *vectors = batch.matrices + (size_t)blockIdx.x * p.length * p.length;
+
+    if (batch.info[blockIdx.x] != 0) {
+        if (threadIdx.x == 0)
+            report_fault(faults, number, FAULT_SOLVER);
+        return;
+    }
+    for (unsigned c = threadIdx.x; c < p.rank; c += blockDim.x) {
+        const float *vector = vectors + (size_t)(p.length - 1 - c) * p.length;
+        float most = 0.0f;
+
+        for (unsigned i = 0; i < p.length; i++)
+            most = fabsf(most) < fabsf(vector[i]) ? vector[i] : most;
+        for (unsigned i = 0; i < p.length; i++)
+            p.left[i * p.rank + c] = vector[i] * copysignf(1.0f, most) + 0.0f;
+    }
+    __syncthreads();
+    project(&p, batch.exponent[blockIdx.x]);
+    if (!put_factors(&layer, &p))
+        report_fault(faults, number, FAULT_FACTORS);
 }
 
 /* ---- Pages of 32 tokens ---- */
@@ -995,7 +1122,7 @@ __global__ static void __launch_bounds__(32)
         p.right = shared + places.right + n * MOST_RANK * layer.d;
         p.norm = shared + places.norm + n * MOST_RANK;
         if (!put_factors(&layer, &p))
-            atomicMin(&faults->factor, (unsigned long long)(batch.first + pair + n));
+            report_fault(faults, batch.first + pair + n, FAULT_FACTORS);
     }
 }
 
@@ -1018,6 +1145,28 @@ static size_t scratch_bytes(const struct backend *backend, bool batches, size_t 
     return min_size(problems, most > each ? most / each : 1) * each;
 }
 
+static size_t eigen_bytes(const struct geometry *geometry)
+{
+    return eigen_floats(geometry->policy.page_tokens, geometry->head_dim, largest_rank(geometry)) *
+           sizeof(float);
+}
+
+/* For up to `problems` at once. */
+static pkv_status open_cusolver(struct backend *backend, size_t problems)
+{
+    const size_t each = eigen_bytes(backend->geometry);
+    const size_t room = CUSOLVER_SCRATCH_BYTES / each;
+    const size_t n = min_size(min_size(problems, CUSOLVER_MATRICES), room > 1 ? room : 1);
+
+    const pkv_status status = gpu_allocate(backend, n * each, "scratch to factorize in",
+                                           (void **)&backend->eigen_scratch);
+
+    if (status != PKV_OK)
+        return status;
+    backend->eigen_scratch_bytes = n * each;
+    return cusolver_open(backend, backend->geometry->policy.page_tokens, n);
+}
+
 /* For as many problems as a step can have at most, if there is room: a sequence's n new tokens
  * complete up to n / P + 1 pages, and as many leave its window. */
 pkv_status factorize_open(struct backend *backend)
@@ -1036,6 +1185,11 @@ pkv_status factorize_open(struct backend *backend)
     for (size_t layer = 0; layer < geometry->layers; layer++)
         gpu_need_scratch(backend, scratch_bytes(backend, store_layer(backend, layer).fragments,
                                                 problems, SCRATCH_BYTES));
+    if (geometry->solver == PKV_SOLVER_CUSOLVER) {
+        status = open_cusolver(backend, problems);
+        if (status != PKV_OK)
+            return status;
+    }
     backend->events = (cudaEvent_t *)memory_allocate(backend->memory, 2 * geometry->layers,
                                                      sizeof *backend->events);
     if (!backend->events)
@@ -1056,6 +1210,8 @@ void factorize_close(struct backend *backend)
             if (backend->events[i])
                 cudaEventDestroy(backend->events[i]);
     memory_release(backend->memory, backend->events);
+    gpu_release(backend, backend->eigen_scratch_bytes, backend->eigen_scratch);
+    cusolver_close(backend);
 }
 
 pkv_status factorize_step_begin(struct backend *backend)
@@ -1068,7 +1224,8 @@ pkv_status factorize_step_begin(struct backend *backend)
 
     for (size_t layer = 0; layer < backend->geometry->layers && !batches; layer++)
         batches = store_layer(backend, layer).fragments;
-    if (!batches || bytes <= backend->scratch_bytes || step->plan.rows == step->plan.n_items)
+    if (backend->cusolver || !batches || bytes <= backend->scratch_bytes ||
+        step->plan.rows == step->plan.n_items)
         return PKV_OK;
     status = gpu_allocate_for_step(backend, bytes, "scratch to factorize in",
                                    (void **)&step->many_scratch);
@@ -1125,6 +1282,31 @@ static size_t launch_batch(struct backend *backend, const struct layer_view *vie
     return n;
 }
 
+/* All problems of a layer, of which there are `total`. */
+static pkv_status run_cusolver(struct backend *backend, const struct layer_view *view,
+                               const pkv_step_io *io, size_t total, struct layer_faults *faults)
+{
+    const struct geometry *geometry = backend->geometry;
+    const unsigned threads = gpu_threads(view->length);
+    const size_t room = backend->eigen_scratch_bytes / eigen_bytes(geometry);
+    pkv_status status = PKV_OK;
+
+    for (size_t first = 0, n; first < total && status == PKV_OK; first += n) {
+        struct eigen_batch batch;
+
+        n = min_size(total - first, room);
+        batch = divide_eigen_batch(backend->eigen_scratch, view->length, view->d,
+                                   largest_rank(geometry), first, n);
+        PKV_LAUNCH(make_gram_matrices, (unsigned)n, threads, threads * sizeof(float),
+                   backend->stream, *view, gpu_plan(backend), io->k, io->v, batch);
+        status = cusolver_run(backend, batch.matrices, batch.values, batch.info, n);
+        if (status == PKV_OK)
+            PKV_LAUNCH(take_eigenvectors, (unsigned)n, threads, 0, backend->stream, *view,
+                       gpu_plan(backend), batch, faults);
+    }
+    return status;
+}
+
 pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
     const struct geometry *geometry = backend->geometry;
@@ -1137,16 +1319,22 @@ pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_i
 
     if (total == 0)
         return PKV_OK;
+    if (backend->cusolver && backend->step.capturing)
+        return fail(backend->message, PKV_ERROR_UNSUPPORTED,
+                    "stream: it is being captured, which PKV_SOLVER_CUSOLVER cannot be");
     backend->step.factorized = !backend->step.capturing;
     if (backend->step.factorized)
         status = gpu_check(backend, cudaEventRecord(backend->events[2 * layer], backend->stream),
                            "cannot factorize pages");
     if (status != PKV_OK)
         return status;
-    for (size_t first = 0; first < total;)
+    if (backend->cusolver)
+        status = run_cusolver(backend, &view, io, total, backend->faults + layer);
+    for (size_t first = 0; first < total && !backend->cusolver;)
         first += (view.fragments ? launch_batch : launch_problems)(
             backend, &view, io, first, total - first, backend->faults + layer);
-    status = gpu_check_launch(backend, "cannot factorize pages");
+    if (status == PKV_OK)
+        status = gpu_check_launch(backend, "cannot factorize pages");
     if (status == PKV_OK && backend->step.factorized)
         status =
             gpu_check(backend, cudaEventRecord(backend->events[2 * layer + 1], backend->stream),
@@ -1174,9 +1362,10 @@ pkv_status factorize_fault(struct backend *backend, const struct backend_plan *p
                            unsigned long long fault)
 {
     const struct geometry *geometry = backend->geometry;
-    const bool is_key = fault % 2 == 0;
-    const size_t head = (size_t)(fault / 2 % geometry->kv_heads);
-    size_t job = (size_t)(fault / 2 / geometry->kv_heads);
+    const unsigned long long problem = fault / 2;
+    const bool is_key = problem % 2 == 0;
+    const size_t head = (size_t)(problem / 2 % geometry->kv_heads);
+    size_t job = (size_t)(problem / 2 / geometry->kv_heads);
     const bool coded = (is_key ? geometry->factors_k : geometry->factors_v) == PKV_FACTORS_INT4;
     size_t page = 0;
 
@@ -1184,6 +1373,10 @@ pkv_status factorize_fault(struct backend *backend, const struct backend_plan *p
         for (size_t j = 0; j < plan->items[i].n_changes; j++)
             if (plan->items[i].changes[j].to.kind == SLOT_FACTOR && job-- == 0)
                 page = plan->items[i].changes[j].page;
+    if (fault % 2 == FAULT_SOLVER)
+        return fail(backend->message, PKV_ERROR_SOLVER,
+                    "layer %zu, KV head %zu, page %zu: %s: cuSOLVER did not converge", layer, head,
+                    page, is_key ? "K" : "V");
     return fail(backend->message, PKV_ERROR_VALUE, "layer %zu, KV head %zu, page %zu: %s: %s",
                 layer, head, page, is_key ? "K" : "V",
                 coded ? "its INT4 scales overflow f16" : "its factors overflow the storage type");

@@ -155,6 +155,9 @@ struct backend {
      * launches know where it is. */
     float *scratch;
     size_t scratch_bytes;
+    struct cusolver *cusolver; /* NULL: another solver */
+    float *eigen_scratch;      /* of its problems */
+    size_t eigen_scratch_bytes;
     size_t decode_blocks; /* whose states it has room for, see decode.cu */
     unsigned *decode_arrivals;
     unsigned char *part_host; /* one part of a page, to be copied */

@@ -23,8 +23,8 @@
  *   - Pointers are not NULL unless it says so; a cache, sequence or step that is NULL is
  *     PKV_ERROR_ARGUMENT where a function returns a status.
  *   - Sizes and strides are counted in elements unless the name says bytes.
- *   - A struct that begins with `struct_size` may be that of an older header, from 0.1.0 on, or of a
- *     newer one. Where the library reads it, a field that the caller's header lacks counts as 0,
+ *   - A struct that begins with `struct_size` may be that of an older header, from 0.1.0 on, or of
+ * a newer one. Where the library reads it, a field that the caller's header lacks counts as 0,
  *     which means what the library did before it had the field, and one that the library lacks must
  *     be 0. Where the library fills it, it writes as far as the caller's struct goes, and 0 into
  *     fields that it lacks itself. Other structs never change.
@@ -60,7 +60,7 @@ typedef enum pkv_status {
     PKV_ERROR_BUSY = 4,        /* a step is open that uses the sequence, or any step at all */
     PKV_ERROR_VALUE = 5,       /* K or V is not finite, or overflows the form it is stored in */
     PKV_ERROR_UNSUPPORTED = 6, /* this machine or build lacks the backend or instruction set */
-    PKV_ERROR_SOLVER = 7,      /* PKV_SOLVER_LAPACK did not converge */
+    PKV_ERROR_SOLVER = 7,      /* PKV_SOLVER_LAPACK or _CUSOLVER did not converge */
     PKV_ERROR_DEVICE = 8,      /* the device failed; with CUDA often for all of the process */
     PKV_ERROR_IO = 9,          /* a session could not be read or written */
     PKV_ERROR_FORMAT = 10,     /* a session is damaged, or what was read is none */
@@ -111,7 +111,13 @@ typedef enum pkv_solver {
      * region, factors may differ in rounding, and directions without energy (those of a page whose
      * rank is lower than r) may be other ones, equally good.
      */
-    PKV_SOLVER_LAPACK = 0
+    PKV_SOLVER_LAPACK = 0,
+    /*
+     * NVIDIA's cuSOLVER in single precision, on the CUDA backend alone, to compare with; within the
+     * same error, but directions without energy may keep some of rounding. It is opened by its
+     * name, libcusolver.so.12 or .11, when a cache asks for it. Its steps cannot be captured.
+     */
+    PKV_SOLVER_CUSOLVER = 2
 } pkv_solver;
 
 /* How steps are done; bits of pkv_config.step_flags. */

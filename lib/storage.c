@@ -136,7 +136,8 @@ static pkv_status check_choices(const pkv_config *config, struct message *messag
     if ((config->factors_k == PKV_FACTORS_NONE) != (config->factors_v == PKV_FACTORS_NONE))
         return fail(message, PKV_ERROR_ARGUMENT,
                     "factors_v: both factors_k and factors_v must be PKV_FACTORS_NONE, or neither");
-    if (config->solver != PKV_SOLVER_LAPACK && config->solver != PKV_SOLVER_BATCHED)
+    if (config->solver != PKV_SOLVER_LAPACK && config->solver != PKV_SOLVER_BATCHED &&
+        config->solver != PKV_SOLVER_CUSOLVER)
         return fail(message, PKV_ERROR_ARGUMENT, "solver: %d is not a pkv_solver",
                     (int)config->solver);
     if (!storage_dtype_valid(config->dtype))

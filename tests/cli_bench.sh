@@ -87,7 +87,8 @@ done
 # ---- factorize ----------------------------------------------------------------------------------
 
 refuse 2 '--pages N: is missing' factorize --shape qwen3-8b
-refuse 2 'is not one of batched, lapack, ssyevd, ssyevr' factorize --shape qwen3-8b --pages 9 --solver ql
+refuse 2 'is not one of batched, lapack, ssyevd, ssyevr, cusolver' factorize --shape qwen3-8b --pages 9 --solver ql
+refuse 2 '--solver cusolver: takes --backend cuda' factorize --shape qwen3-8b --pages 9 --solver cusolver
 refuse 2 '--kv: unknown' factorize --shape qwen3-8b --pages 9 --kv raw
 # All caches are open at the same time: two may be too much where one is not.
 refuse 1 'memory: this takes' factorize --shape qwen3-8b --pages 2000000000 --solver batched

@@ -27,7 +27,7 @@ refuse 2 '--backend cuda, --kv kivi: only raw, puzzle' logits none --tokens x --
 tool=puzzlekv-bench
 refuse 2 '--backend cuda, --kv h2o: only raw, puzzle' model --shape smollm2-135m --prompt-tokens 9 \
     --predict 2 --kv h2o --backend cuda
-refuse 2 '--backend cuda, --solver lapack: a device has batched alone' factorize \
+refuse 2 '--backend cuda, --solver lapack: a device has none' factorize \
     --shape smollm2-135m --pages 9 --solver batched --solver lapack --backend cuda
 refuse 2 '--backend: ' storage --shape smollm2-135m --tokens 9 --backend cpu
 

@@ -28,13 +28,14 @@ struct bench_solver {
     bool is_peer;
     enum peer_kind peer;
     pkv_solver library;
+    bool on_device, on_cpu; /* where it is */
 };
 
-#define BENCH_SOLVER_COUNT 4
+#define BENCH_SOLVER_COUNT 5
 extern const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT];
 
 /* Their names, for --help and messages. */
-#define BENCH_SOLVER_NAMES "batched, lapack, ssyevd, ssyevr"
+#define BENCH_SOLVER_NAMES "batched, lapack, ssyevd, ssyevr, cusolver"
 
 /* The command line, checked; a command reads what its table of options offers. */
 struct bench_arguments {

@@ -23,10 +23,11 @@ static const struct bench_column columns[COLUMNS] = {
 };
 
 const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT] = {
-    {"batched", false, 0, PKV_SOLVER_BATCHED},
-    {"lapack", false, 0, PKV_SOLVER_LAPACK},
-    {"ssyevd", true, PEER_SSYEVD, 0},
-    {"ssyevr", true, PEER_SSYEVR, 0},
+    {"batched", false, 0, PKV_SOLVER_BATCHED, true, true},
+    {"lapack", false, 0, PKV_SOLVER_LAPACK, false, true},
+    {"ssyevd", true, PEER_SSYEVD, 0, false, true},
+    {"ssyevr", true, PEER_SSYEVR, 0, false, true},
+    {"cusolver", false, 0, PKV_SOLVER_CUSOLVER, true, false},
 };
 
 /* What all solvers are given: the same K and V again and again, for all layers. */

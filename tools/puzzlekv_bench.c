@@ -229,21 +229,23 @@ static bool operands(const struct command *command, int argc, char **argv, void 
 static bool check(const struct command *command, void *arguments, struct error *error)
 {
     struct bench_arguments *a = arguments;
+    const bool any_solver = a->solver_count > 0;
 
     if (a->json && a->csv)
         return error_set(error, "--json, --csv: give one or the other");
     if (a->kv_count == 0 && (!add_kv(a, "raw", error) || !add_kv(a, "puzzle", error)))
         return false;
-    if (a->solver_count == 0) {
-        a->solver_count = a->backend == DEVICE_CUDA ? 1 : BENCH_SOLVER_COUNT;
-        for (size_t i = 0; i < a->solver_count; i++)
-            a->solvers[i] = &bench_solvers[i];
+    for (size_t i = 0; i < a->solver_count; i++) {
+        if (a->backend == DEVICE_CUDA && !a->solvers[i]->on_device)
+            return error_set(error, "--backend cuda, --solver %s: a device has none",
+                             a->solvers[i]->name);
+        if (a->backend != DEVICE_CUDA && !a->solvers[i]->on_cpu)
+            return error_set(error, "--solver %s: takes --backend cuda", a->solvers[i]->name);
     }
-    for (size_t i = 0; a->backend == DEVICE_CUDA && i < a->solver_count; i++) {
-        if (a->solvers[i] != &bench_solvers[0])
-            return error_set(error, "--backend cuda, --solver %s: a device has %s alone",
-                             a->solvers[i]->name, bench_solvers[0].name);
-    }
+    /* cuSOLVER, which may not be there, only for those who ask for it. */
+    for (size_t i = 0; i < BENCH_SOLVER_COUNT && !any_solver; i++)
+        if (a->backend == DEVICE_CUDA ? i == 0 : bench_solvers[i].on_cpu)
+            a->solvers[a->solver_count++] = &bench_solvers[i];
     for (size_t i = 0; i < a->kv_count && a->shape != NULL; i++) {
         const struct policy *policy;
 

@@ -29,6 +29,10 @@ int cuda_host_device(void);
  * device from then on, for good. */
 void cuda_host_break(int device, size_t kernels);
 
+/* Whether cuSOLVER is there, to begin with it is, and which matrix of each of its calls it finds no
+ * eigenvectors of, to begin with -1: none. */
+void cuda_host_set_solver(int is_there, int64_t matrix);
+
 /* A stream; what is queued runs when it is waited for. */
 void *cuda_host_open_stream(int device);
 void cuda_host_wait(void *stream);
