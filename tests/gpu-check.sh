@@ -6,7 +6,9 @@
 # FOLDER/gpu-check.json.
 #   test      random walks on CPU and GPU with equal digests, a graph over 1,000 tokens, faults; then
 #             a small case under compute-sanitizer, where that works
-#   measure   decoding at 32K tokens, llama-3.1-8b's shape, all layers' storage; factorizing
+#   measure   llama-3.1-8b's shape: prompts of 32K tokens and decoding at 16K and 128K, by the whole
+#             model with random weights, where there is cuBLAS; decode attention at 32K tokens over
+#             all layers' storage; factorizing, beside cuSOLVER where that is; memory
 # With PUZZLEKV_GPU_CHECK=host it runs without a GPU, on tests/cuda_host and in small, to test
 # itself; PUZZLEKV_GPU_ARCH (sm_90) is what nvcc compiles for.
 set -eu
@@ -37,6 +39,16 @@ echo '#include <xxhash.h>' | gcc -E - >/dev/null 2>&1 ||
     stand_ins="$stand_ins -I$source/tests/gpu_check/xxhash"
 : >"$objects/config.h"
 
+# The runner's module, which needs cuBLAS.
+models=
+models_flags=
+if [ "$host" ] || echo '#include <cublas_v2.h>' | nvcc -E -x cu - >/dev/null 2>&1; then
+    models="tools/runner/cuda/device.cu tools/runner/cuda/forward.cu tools/runner/cuda/kernels.cu
+        tests/gpu_check/models.cu"
+    models_flags='-DHAVE_MODELS -Itools/runner/cuda -Itools'
+fi
+rm -f "$objects"/*.o
+
 # One line a source: its object, then the command without both.
 commands() {
     for file in lib/*.c cpu/attention.c cpu/backend.c cpu/codec_*.c cpu/dispatch.c cpu/elements.c \
@@ -44,18 +56,18 @@ commands() {
         echo "$file gcc -std=gnu11 -O2 -ffp-contract=off -fopenmp -Wno-psabi" \
             "-I$objects -Ilib -iquote cpu $stand_ins -DPKGLIBDIR='\"/nowhere\"'"
     done
-    for file in gpu/*.cu tests/gpu_check/gpu_check.cu; do
+    for file in gpu/*.cu tests/gpu_check/gpu_check.cu $models; do
         if [ "$host" ]; then
             echo "$file g++ -std=c++20 -O1 -ffp-contract=off -x c++" \
-                "-iquote tests/cuda_host -iquote gpu -Ilib"
+                "-iquote tests/cuda_host -iquote gpu -Ilib $models_flags"
         else
             echo "$file nvcc -std=c++20 -O3 -fmad=false -arch=$arch" \
-                "-Igpu/toolkit -Igpu -Ilib"
+                "-Igpu/toolkit -Igpu -Ilib $models_flags"
         fi
     done
+    [ -z "$models" ] || echo "tools/shapes.c gcc -std=gnu11 -O2 -Ilib"
     [ -z "$host" ] || for file in tests/cuda_host/*.cc; do
-        [ "$file" = tests/cuda_host/blas.cc ] || # which the runner alone needs
-            echo "$file g++ -std=c++20 -O2 -iquote tests/cuda_host -Ilib"
+        echo "$file g++ -std=c++20 -O2 -iquote tests/cuda_host -Ilib"
     done
 }
 
@@ -63,9 +75,10 @@ commands | while read -r file command; do
     echo "$command -c -o $objects/$(echo "$file" | tr / -).o $file"
 done | tr '\n' '\0' | xargs -0 -r -n 1 -P "$jobs" sh -c
 if [ "$host" ]; then
-    g++ -o "$objects/gpu_check" "$objects"/*.o -fopenmp -ldl -lm
+    g++ -o "$objects/gpu_check" "$objects"/*.o -fopenmp -llapacke -lopenblas -ldl -lm
 else
-    nvcc -arch="$arch" -o "$objects/gpu_check" "$objects"/*.o -lgomp -ldl -lm
+    # shellcheck disable=SC2086 # no word where there is none
+    nvcc -arch="$arch" -o "$objects/gpu_check" "$objects"/*.o ${models:+-lcublas} -lgomp -ldl -lm
 fi
 
 small=${host:+small}

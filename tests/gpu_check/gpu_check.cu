@@ -3,41 +3,7 @@
  * The CUDA backend on a device: gpu_check test | measure [small], JSON on stdout; see
  * tests/gpu-check.sh. With tests/cuda_host/device.h it runs without one, which tests itself.
  */
-#include "device.h"
-
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <utility>
-#include <vector>
-
-extern "C" {
-#include "cache.h"
-}
-
-#define REQUIRE(condition)                                                                         \
-    ((condition) ? (void)0 : stop(__LINE__, #condition, cudaGetErrorString(cudaGetLastError())))
-#define REQUIRE_CUDA(call)      require_cuda(call, __LINE__, #call)
-#define REQUIRE_OK(cache, call) require_ok(cache, call, __LINE__, #call)
-
-[[noreturn]] static void stop(int line, const char *what, const char *why)
-{
-    fprintf(stderr, "gpu_check.cu:%d: %s: %s\n", line, what, why);
-    exit(1);
-}
-
-static void require_cuda(cudaError_t error, int line, const char *what)
-{
-    if (error != cudaSuccess)
-        stop(line, what, cudaGetErrorString(error));
-}
-
-static void require_ok(const pkv_cache *cache, pkv_status status, int line, const char *what)
-{
-    if (status != PKV_OK)
-        stop(line, what, pkv_cache_message(cache));
-}
+#include "gpu_check.h"
 
 /* ---- Random rows ---- */
 
@@ -55,37 +21,6 @@ static float random_float(void)
 }
 
 /* ---- Caches, and the rows of their steps in both memories ---- */
-
-struct shape {
-    size_t layers, query_heads, kv_heads, d, page, rank_k, rank_v;
-};
-
-static pkv_config config_of(const struct shape &shape, pkv_dtype dtype, pkv_factors factors)
-{
-    pkv_config config;
-
-    pkv_config_init(&config, sizeof config);
-    config.layers = shape.layers;
-    config.query_heads = shape.query_heads;
-    config.kv_heads = shape.kv_heads;
-    config.head_dim = shape.d;
-    config.page_tokens = shape.page;
-    config.rank_k = shape.rank_k;
-    config.rank_v = shape.rank_v;
-    config.factors_k = config.factors_v = factors;
-    config.dtype = dtype;
-    return config;
-}
-
-static pkv_cache *open_cache(const struct backend_ops *ops, const pkv_config &config)
-{
-    char message[PKV_MESSAGE_BYTES];
-    pkv_cache *cache;
-
-    if (cache_open_with(ops, &config, &cache, message) != PKV_OK)
-        stop(__LINE__, "cannot open a cache", message);
-    return cache;
-}
 
 static uint64_t digest_of(pkv_cache *cache)
 {
@@ -356,34 +291,6 @@ static void run_tests(bool small)
 
 /* ---- Measurements ---- */
 
-/* Milliseconds of a queue, the median of several times. */
-template <typename F> static double median_ms(cudaStream_t stream, size_t times, F queue)
-{
-    std::vector<double> ms;
-    cudaEvent_t begin, end;
-
-    REQUIRE_CUDA(cudaEventCreate(&begin));
-    REQUIRE_CUDA(cudaEventCreate(&end));
-    queue();
-    for (size_t i = 0; i < times; i++) {
-        float now;
-
-        REQUIRE_CUDA(cudaEventRecord(begin, stream));
-        queue();
-        REQUIRE_CUDA(cudaEventRecord(end, stream));
-        REQUIRE_CUDA(cudaEventSynchronize(end));
-        REQUIRE_CUDA(cudaEventElapsedTime(&now, begin, end));
-        ms.push_back((double)now);
-    }
-    REQUIRE_CUDA(cudaEventDestroy(begin));
-    REQUIRE_CUDA(cudaEventDestroy(end));
-    for (size_t i = 0; i < ms.size(); i++) /* few */
-        for (size_t j = i + 1; j < ms.size(); j++)
-            if (ms[j] < ms[i])
-                std::swap(ms[i], ms[j]);
-    return ms[ms.size() / 2];
-}
-
 /* GB/s of a copy within the device, read and written. */
 static double copy_bandwidth(cudaStream_t stream, size_t bytes)
 {
@@ -474,6 +381,82 @@ static struct figures measure_policy(const struct shape &shape, pkv_factors fact
     return figures;
 }
 
+/* Nanoseconds of a page of K or V of one head, everything included, with steps of `rows` tokens.
+ * Negative where the machine has no such solver. */
+static double measure_factorize(const struct shape &shape, pkv_solver solver, size_t tokens,
+                                size_t rows, cudaStream_t stream)
+{
+    const size_t elements = rows * shape.kv_heads * shape.d;
+    const size_t pages = tokens / shape.page * shape.kv_heads * 2 * shape.layers;
+    pkv_config config = config_of(shape, PKV_BF16, PKV_FACTORS_NATIVE);
+    std::vector<uint16_t> values(elements);
+    char message[PKV_MESSAGE_BYTES];
+    pkv_status status;
+    pkv_cache *cache;
+    void *data;
+    double ms;
+
+    config.sink_pages = config.window_pages = 0;
+    config.solver = solver;
+    config.max_tokens = tokens;
+    config.max_step_tokens = rows;
+    config.stream = stream;
+    status = cache_open_with(&backend_cuda, &config, &cache, message);
+    if (status == PKV_ERROR_UNSUPPORTED)
+        return -1.0;
+    if (status != PKV_OK)
+        stop(__FILE__, __LINE__, "cannot open a cache", message);
+    for (uint16_t &x : values) /* bf16 of magnitude 1 to 4 */
+        x = (uint16_t)(0x3f80 + random_number() % 0x100 + (random_number() >> 31 << 15));
+    REQUIRE_CUDA(cudaMalloc(&data, elements * sizeof values[0]));
+    REQUIRE_CUDA(cudaMemcpyAsync(data, values.data(), elements * sizeof values[0],
+                                 cudaMemcpyHostToDevice, stream));
+    ms = median_ms(stream, 3, [&]() {
+        pkv_step_item item = {NULL, rows};
+        pkv_step_io io = {};
+        pkv_step *step;
+
+        io.struct_size = sizeof io;
+        io.k = io.v = pkv_input{data, PKV_BF16, 0, 0};
+        REQUIRE_OK(cache, pkv_seq_open(cache, &item.seq));
+        for (size_t t = 0; t < tokens; t += rows) {
+            REQUIRE_OK(cache, pkv_step_begin(cache, &item, 1, &step));
+            for (size_t layer = 0; layer < shape.layers; layer++)
+                REQUIRE_OK(cache, pkv_step_layer(step, layer, &io));
+            REQUIRE_OK(cache, pkv_step_end(step));
+        }
+        REQUIRE_OK(cache, pkv_seq_close(item.seq));
+    });
+    REQUIRE_CUDA(cudaFree(data));
+    pkv_cache_close(cache);
+    return 1e6 * ms / (double)pages;
+}
+
+/* 262,144 pages of 32 x 128, of which a step of all tokens has 16,384 a layer. cuSOLVER may like
+ * fewer at once. */
+static void measure_solvers(bool small, cudaStream_t stream)
+{
+    const struct shape shape = {
+        small ? 1u : 16u, small ? 2u : 8u, small ? 2u : 8u, small ? 64u : 128u, 32, 16, 14};
+    const size_t tokens = small ? 128 : 32768;
+    double batched = INFINITY, cusolver = INFINITY;
+
+    for (size_t rows = tokens; rows >= tokens / (small ? 2 : 16); rows /= 2) {
+        const double other = measure_factorize(shape, PKV_SOLVER_CUSOLVER, tokens, rows, stream);
+
+        batched = fmin(batched, measure_factorize(shape, PKV_SOLVER_BATCHED, tokens, rows, stream));
+        cusolver = other < 0 ? other : fmin(cusolver, other);
+    }
+    printf("  \"factorize\": {\"pages\": %zu, \"batched_ns_per_page\": %.2f",
+           tokens / shape.page * shape.kv_heads * 2 * shape.layers, batched);
+    if (cusolver < 0)
+        printf(", \"cusolver_ns_per_page\": null},\n");
+    else
+        printf(", \"cusolver_ns_per_page\": %.2f, \"speedup\": %.3f},\n", cusolver,
+               cusolver / batched);
+    fflush(stdout);
+}
+
 static void measure(bool small)
 {
     static const struct {
@@ -491,6 +474,10 @@ static void measure(bool small)
     double bandwidth;
 
     REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    measure_solvers(small, stream);
+#ifdef HAVE_MODELS
+    measure_models(small);
+#endif
     bandwidth = copy_bandwidth(stream, small ? 1 << 16 : (size_t)4 << 30);
     printf("  \"copy_gb_per_s\": %.1f,\n  \"tokens\": %zu,\n  \"decode\": [", bandwidth, tokens);
     for (size_t b = 0; b < 2; b++) {
