@@ -53,6 +53,8 @@ for command in 'attention --tokens 64' 'factorize --pages 9' 'model --prompt-tok
     refuse 1 'puzzlekv-runner-cuda.so: cannot open' $command --shape smollm2-135m --backend cuda
 done
 
+same 'backends without a module' "$(puzzlekv-bench --version | grep '^backends:')" 'backends: cpu'
+
 # ---- What is no module --------------------------------------------------------------------------
 
 echo 'no module' > "$work/puzzlekv-runner-cuda.so"
@@ -65,6 +67,7 @@ if [ -e "$PUZZLEKV_BUILD/gpu/puzzlekv-runner-cuda.so" ] && [ ! -e /dev/nvidiactl
     PUZZLEKV_MODULES=$PUZZLEKV_BUILD/gpu
     refuse 1 '--backend cuda: no CUDA device: ' attention --tokens 64 --shape smollm2-135m \
         --backend cuda
+    same 'backends without a device' "$(puzzlekv-run --version | grep '^backends:')" 'backends: cpu'
     tool=puzzlekv-eval
     logits auto auto
     cmp "$work/cpu.f32" "$work/auto.f32" || fail 'auto is not the CPU without a device'
@@ -74,6 +77,9 @@ fi
 
 if [ -e "$PUZZLEKV_BUILD/tests/cuda_host/modules/puzzlekv-cuda.so" ]; then
     PUZZLEKV_MODULES=$PUZZLEKV_BUILD/tests/cuda_host/modules
+    for tool in puzzlekv-run puzzlekv-bench puzzlekv-eval; do
+        same "backends of $tool" "$($tool --version | grep '^backends:')" 'backends: cpu, cuda (sm_90)'
+    done
     tool=puzzlekv-eval
     for backend in cuda auto; do
         logits cuda $backend

@@ -20,6 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "runner/cuda_device.h"
 #include "runner/pretokenizer.h"
 #include "runner/products.h"
 #include "runner/read_files.h"
@@ -160,11 +161,15 @@ static const char *better_core_type(void)
 bool options_version(const char *program, struct error *error)
 {
     const char *isa, *core_type = better_core_type();
+    struct device *device;
 
-    if (!machine_isa(&isa, error))
+    if (!machine_isa(&isa, error) || !device_open(DEVICE_AUTO, true, &device, error))
         return false;
-    printf("%s %s\ninstruction set: %s\nbackends: cpu\nBLAS: %s\n", program, pkv_version(), isa,
-           openblas_get_config());
+    printf("%s %s\ninstruction set: %s\nbackends: cpu", program, pkv_version(), isa);
+    if (device != NULL)
+        printf(", %s (%s)", device_name(device), device->isa);
+    device_close(device);
+    printf("\nBLAS: %s\n", openblas_get_config());
     if (core_type != NULL)
         printf("hint: OpenBLAS takes this processor for an old one, %s; set OPENBLAS_CORETYPE=%s\n",
                openblas_get_corename(), core_type);
