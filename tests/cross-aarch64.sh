@@ -53,7 +53,7 @@ source=$PWD
 cd "$folder"
 PKG_CONFIG_LIBDIR=$sysroot$libraries/pkgconfig:$sysroot$blas/pkgconfig \
     PKG_CONFIG_SYSROOT_DIR=$sysroot \
-    "$source/configure" --host=$host --disable-tools --disable-openmp --disable-static \
+    "$source/configure" --host=$host --disable-tools --disable-openmp --disable-static --with-cuda=no \
     CC="$host-gcc --sysroot=$sysroot" LDFLAGS="-Wl,-rpath-link,$sysroot$blas"
 make -j"$(nproc)"
 make -j"$(nproc)" check TESTS=

@@ -21,7 +21,7 @@ In one sentence: what does this licence let me do?"}
 echo "== Packages" >&2
 tools/install-deps.sh
 echo "== Build, in build/" >&2
-tools/build.sh build >&2
+tools/build.sh build --with-cuda=no >&2
 echo "== Model" >&2
 model=$(tools/fetch-model.sh smollm2)
 
