@@ -146,13 +146,15 @@ END_TEST
 int main(void)
 {
     Suite *suite = suite_create("cusolver");
-    TCase *test = tcase_create("cusolver");
+    TCase *many = tcase_create("many");
+    TCase *faults = tcase_create("faults"); /* apart for tests/cuda_races.sh */
 
     tests_backend = &backend_cuda;
-    tcase_add_test(test, many_matrices);
-    tcase_add_test(test, not_converged);
-    tcase_add_test(test, not_there);
-    tcase_add_test(test, not_captured);
-    suite_add_tcase(suite, test);
+    tcase_add_test(many, many_matrices);
+    tcase_add_test(faults, not_converged);
+    tcase_add_test(faults, not_there);
+    tcase_add_test(faults, not_captured);
+    suite_add_tcase(suite, many);
+    suite_add_tcase(suite, faults);
     return tests_run(suite);
 }

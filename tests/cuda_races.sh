@@ -13,7 +13,8 @@ source=$(cd "$(dirname "$0")/.." && pwd)
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 failures=0
-cases="check_cuda:steps check_cuda:walk check_cuda:tensor check_decode:blocks check_decode:shapes"
+cases="check_cuda:steps check_cuda:walk check_cuda:tensor check_decode:blocks check_decode:shapes
+    check_prefill:blocks check_cusolver:faults"
 PUZZLEKV_TEST_DATA=$source/tests/data
 export PUZZLEKV_TEST_DATA
 
@@ -21,7 +22,7 @@ grep -q fsanitize=thread "$build/Makefile" || {
     echo "cuda_races.sh: $build was configured without --enable-sanitizers=thread" >&2
     exit 1
 }
-make -C "$build" tests/check_cuda tests/check_decode >"$log" 2>&1 || {
+make -C "$build" tests/check_cuda tests/check_decode tests/check_prefill tests/check_cusolver >"$log" 2>&1 || {
     tail "$log"
     exit 1
 }
