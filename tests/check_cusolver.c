@@ -115,6 +115,7 @@ START_TEST(not_there)
     config.solver = PKV_SOLVER_BATCHED;
     ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message), PKV_OK);
     pkv_cache_close(cache);
+    cuda_host_set_solver(1, -1);
 }
 END_TEST
 
