@@ -444,9 +444,8 @@ bool products_multiply(struct products *products, const float *x, size_t x_strid
     for (size_t i = 0; i < count; i++)
         tasks += count_tasks(products, &job, &list[i]);
 
-    const size_t chunk = rows > FEW_ROWS ? 1 : tasks / products->threads / CHUNKS + 1;
-
-#pragma omp parallel for num_threads(products->threads) schedule(dynamic, chunk) if (tasks > 1)
+#pragma omp parallel for num_threads(products->threads) if (tasks > 1)                             \
+    schedule(dynamic, rows > FEW_ROWS ? 1 : tasks / products->threads / CHUNKS + 1)
     for (size_t task = 0; task < tasks; task++)
         run_task(products, &job, task);
     return true;
