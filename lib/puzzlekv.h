@@ -24,7 +24,7 @@
  *     PKV_ERROR_ARGUMENT where a function returns a status.
  *   - Sizes and strides are counted in elements unless the name says bytes.
  *   - A struct that begins with `struct_size` may be that of an older header, from 0.1.0 on, or of
- * a newer one. Where the library reads it, a field that the caller's header lacks counts as 0,
+ *     a newer one. Where the library reads it, a field that the caller's header lacks counts as 0,
  *     which means what the library did before it had the field, and one that the library lacks must
  *     be 0. Where the library fills it, it writes as far as the caller's struct goes, and 0 into
  *     fields that it lacks itself. Other structs never change.

@@ -164,7 +164,6 @@ static inline void pack_strip(const uint32_t quads[QUADS], struct panel_layout l
                               unsigned char *strip)
 {
     uint32_t words[QUADS] = {0};
-    size_t count = l.bits;
 
     for (size_t k = 0; k < QUADS; k++) {
         if (l.bits == 8)
@@ -180,7 +179,7 @@ static inline void pack_strip(const uint32_t quads[QUADS], struct panel_layout l
         if (l.bits == 6)
             words[4 + k % 2] |= (quads[k] >> 4 & 0x03030303) << k / 2 * 2;
     }
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < l.bits; i++)
         memcpy(strip + 4 * (PANEL * i + lane), &words[i], 4);
 }
 
