@@ -535,13 +535,11 @@ __device__ static void report_fault(struct layer_faults *faults, size_t number,
 /* ---- All problems ---- */
 
 /* Problem `number` of a layer, in the order in which faults are reported: item, page, head, K
- * before V. */
-__device__ static struct problem problem_at(const struct layer_view *layer,
-                                            const struct plan_view *plan, size_t number,
-                                            float *scratch, unsigned rank_max)
+ * before V; as yet without room. */
+__device__ static inline struct problem problem_of(const struct layer_view *layer,
+                                                   const struct plan_view *plan, size_t number)
 {
-    const struct scratch_layout layout = scratch_layout_of(layer->length, layer->d, rank_max);
-    struct problem p;
+    struct problem p = {};
 
     p.job = plan->factor_jobs[number / (2 * layer->kv_heads)];
     p.head = (unsigned)(number / 2 % layer->kv_heads);
@@ -549,6 +547,17 @@ __device__ static struct problem problem_at(const struct layer_view *layer,
     p.rank = p.is_key ? layer->rank_k : layer->rank_v;
     p.length = layer->length;
     p.d = layer->d;
+    return p;
+}
+
+/* The same with its room in scratch. */
+__device__ static struct problem problem_at(const struct layer_view *layer,
+                                            const struct plan_view *plan, size_t number,
+                                            float *scratch, unsigned rank_max)
+{
+    const struct scratch_layout layout = scratch_layout_of(layer->length, layer->d, rank_max);
+    struct problem p = problem_of(layer, plan, number);
+
     p.x = scratch + layout.x;
     p.gram = scratch + layout.gram;
     p.inverse = scratch + layout.inverse;
@@ -646,15 +655,8 @@ __device__ static struct problem eigen_problem(const struct layer_view *layer,
                                                const struct eigen_batch *batch)
 {
     const size_t i = blockIdx.x;
-    const size_t number = batch->first + i;
-    struct problem p = {};
+    struct problem p = problem_of(layer, plan, batch->first + i);
 
-    p.job = plan->factor_jobs[number / (2 * layer->kv_heads)];
-    p.head = (unsigned)(number / 2 % layer->kv_heads);
-    p.is_key = number % 2 == 0;
-    p.rank = p.is_key ? layer->rank_k : layer->rank_v;
-    p.length = layer->length;
-    p.d = layer->d;
     p.x = batch->x + i * p.length * p.d;
     p.left = batch->left + i * p.length * batch->rank;
     p.right = batch->right + i * batch->rank * p.d;
@@ -770,18 +772,13 @@ __device__ static bool is_there(const struct layer_view *layer, const struct pla
     return plan && at < batch->n && batch->first + at < plan->n_factor * layer->kv_heads * 2;
 }
 
-/* Which problem it is, without its scratch. */
-__device__ static struct problem problem_of(const struct layer_view *layer,
-                                            const struct plan_view *plan, size_t number)
+/* Which problem it is, without its scratch; the compiler knows its length. */
+__device__ static struct problem warp_problem(const struct layer_view *layer,
+                                              const struct plan_view *plan, size_t number)
 {
-    struct problem p = {};
+    struct problem p = problem_of(layer, plan, number);
 
-    p.job = plan->factor_jobs[number / (2 * layer->kv_heads)];
-    p.head = (unsigned)(number / 2 % layer->kv_heads);
-    p.is_key = number % 2 == 0;
-    p.rank = p.is_key ? layer->rank_k : layer->rank_v;
     p.length = LENGTH;
-    p.d = layer->d;
     return p;
 }
 
@@ -867,7 +864,7 @@ __global__ static void __launch_bounds__(32 * WARPS)
 
     if (!is_there(&layer, plan, &batch, at))
         return;
-    p = problem_of(&layer, plan, batch.first + at);
+    p = warp_problem(&layer, plan, batch.first + at);
     input = p.is_key ? k : v;
     exponent = gram_of_warp(&layer, &p, &input, stage, gram);
     if (lane == 0)
@@ -1083,7 +1080,7 @@ __global__ static void __launch_bounds__(32)
     for (unsigned first = 0; first < layer.d; first += X_COLUMNS) {
         __syncthreads();
         for (unsigned n = 0; n < 2; n++) {
-            const struct problem p = problem_of(&layer, plan, batch.first + pair + n);
+            const struct problem p = warp_problem(&layer, plan, batch.first + pair + n);
             const pkv_input input = p.is_key ? k : v;
             const int e = batch.exponent[pair + n];
 
@@ -1116,7 +1113,7 @@ __global__ static void __launch_bounds__(32)
             norm <= SOLVER_NOISE * largest ? 0.0f : right[c * layer.d + i] * up + 0.0f;
     __syncthreads();
     for (unsigned n = 0; n < 2; n++) {
-        struct problem p = problem_of(&layer, plan, batch.first + pair + n);
+        struct problem p = warp_problem(&layer, plan, batch.first + pair + n);
 
         p.left = shared + places.columns + n * LENGTH * MOST_RANK;
         p.right = shared + places.right + n * MOST_RANK * layer.d;
