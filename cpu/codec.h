@@ -34,8 +34,8 @@ struct codec_queries {
 struct codec {
     size_t (*bytes)(const struct geometry *geometry, bool is_key, size_t rank);
 
-    /* Stores L [P, r] and R^T [d, r], rows of ld elements, both of which it may overwrite. False
-     * where something overflows: `overflow` says what. */
+    /* Stores L [P, r] and R^T [d, r], padded rows of ld elements, both of which it may overwrite.
+     * False where something overflows: `overflow` says what. */
     bool (*put)(const struct backend *backend, bool is_key, size_t rank, float *left, float *right,
                 size_t ld, unsigned char *page);
     const char *overflow;

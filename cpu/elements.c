@@ -250,6 +250,13 @@ bool elements_round_transposed(const struct backend *backend, struct region to, 
 
     for (size_t done = 0; done < to.columns; done += piece.columns) {
         piece = piece_at(backend, &to, done);
+        if (backend->geometry->dtype == PKV_BF16) {
+            good = backend->kernels->pairs_from_columns(
+                       to.rows, piece.columns, from + done * stride, stride,
+                       row_of(backend->geometry, piece, to.row), piece.width) &&
+                   good;
+            continue;
+        }
         for (size_t i = 0; i < to.rows; i += TILE_ROWS) {
             size_t rows = cpu_min(TILE_ROWS, to.rows - i);
 
@@ -274,11 +281,19 @@ void elements_widen(const struct backend *backend, struct region from, float *to
 void elements_widen_transposed(const struct backend *backend, struct region from, float *to,
                                size_t stride)
 {
+    const bool in_pairs = backend->geometry->dtype == PKV_BF16 && from.row % 2 == 0 &&
+                          from.rows % 2 == 0 && from.rows >= 2 * KERNELS_PAD;
     float tile[TILE_ROWS * TILE_COLUMNS];
     struct piece piece;
 
     for (size_t done = 0; done < from.columns; done += piece.columns) {
         piece = piece_at(backend, &from, done);
+        if (in_pairs && piece.columns >= 4) {
+            backend->kernels->pairs_to_columns(from.rows, piece.columns,
+                                               row_of(backend->geometry, piece, from.row),
+                                               piece.width, to + done * stride, stride);
+            continue;
+        }
         for (size_t i = 0; i < from.rows; i += TILE_ROWS) {
             size_t rows = cpu_min(TILE_ROWS, from.rows - i);
 

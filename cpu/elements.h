@@ -33,9 +33,9 @@ struct region {
 
 /*
  * f32, rows `stride` apart, to a region as numeric.h rounds; `transposed` takes the region's
- * columns from rows. Where rows lie interleaved it begins with an even one, and what an odd last
- * one is paired with becomes 0. False where an element is not finite then; what is stored is
- * undefined.
+ * columns from rows, which are padded then (kernels.h). Where rows lie interleaved it begins with
+ * an even one, and what an odd last one is paired with becomes 0. False where an element is not
+ * finite then; what is stored is undefined.
  */
 bool elements_round(const struct backend *backend, struct region to, const float *from,
                     size_t stride);

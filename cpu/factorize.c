@@ -86,7 +86,7 @@ static size_t largest_rank(const struct geometry *geometry)
     return rank;
 }
 
-/* X^T [d, P], L [P, r], R^T [d, r] in f64; then in f32 X^T, or L and R^T. */
+/* X^T [d, P], L [P, r], R^T [d, r] in f64; then in f32 X^T, or L and R^T with padded rows. */
 static size_t lapack_bytes(const struct geometry *geometry)
 {
     const size_t d = geometry->head_dim;
@@ -94,7 +94,7 @@ static size_t lapack_bytes(const struct geometry *geometry)
     const size_t rank = padded_rank(largest_rank(geometry));
 
     return (d * length + (length + d) * rank) * sizeof(double) +
-           cpu_max(d * length, (length + d) * rank) * sizeof(float);
+           cpu_max(d * length, (length + d) * rank + KERNELS_PAD) * sizeof(float);
 }
 
 /* X^T [pages][d, P], R^T [d, r] and the batch; to be aligned. */

@@ -105,6 +105,16 @@ typedef bool kernel_pairs_from_f32(size_t rows, size_t n, const float *from, siz
 typedef void kernel_pairs_to_f32(size_t rows, size_t n, const void *from, size_t from_stride,
                                  float *to, size_t to_stride);
 
+/*
+ * The same, transposed: row j of f32 is column j of the stored matrix, which has `rows` rows and n
+ * columns. What is rounded has padded rows; what is widened has an even number of rows, at least
+ * 2 KERNELS_PAD, and at least 4 columns.
+ */
+typedef bool kernel_pairs_from_columns(size_t rows, size_t n, const float *from, size_t from_stride,
+                                       void *to, size_t to_stride);
+typedef void kernel_pairs_to_columns(size_t rows, size_t n, const void *from, size_t from_stride,
+                                     float *to, size_t to_stride);
+
 /* to[j * to_stride + i] = from[i * from_stride + j], i < rows, j < columns. */
 typedef void kernel_transpose(size_t rows, size_t columns, const float *from, size_t from_stride,
                               float *to, size_t to_stride);
@@ -199,6 +209,8 @@ struct kernels {
     kernel_from_f32 *from_f32[3]; /* by pkv_dtype of `to` */
     kernel_pairs_from_f32 *pairs_from_f32;
     kernel_pairs_to_f32 *pairs_to_f32;
+    kernel_pairs_from_columns *pairs_from_columns;
+    kernel_pairs_to_columns *pairs_to_columns;
     kernel_transpose *transpose;
 };
 

@@ -584,5 +584,6 @@ static void bf16s_from_f32(size_t n, const float *from, void *to)
     .arithmetic = {{F32_OPERANDS(f32)}, {F32_OPERANDS(f16)}, {OWN_BF16}}, .softmax = softmax,      \
     .product_tall = product_tall, .product_wide = product_wide, .merge = merge,                    \
     .to_f32 = {f32_to_f32, f16_to_f32s, bf16_to_f32s},                                             \
-    .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32},                                     \
-    .pairs_from_f32 = pairs_from_f32, .pairs_to_f32 = pairs_to_f32, .transpose = transpose
+    .from_f32 = {f32_from_f32, f16s_from_f32, bf16s_from_f32}, .pairs_from_f32 = pairs_from_f32,   \
+    .pairs_to_f32 = pairs_to_f32, .pairs_from_columns = pairs_from_columns,                        \
+    .pairs_to_columns = pairs_to_columns, .transpose = transpose

@@ -44,8 +44,8 @@ INLINE vector_f32 load_quads(const float *const p[QUADS])
                             l + 8, i + 12, j + 12, k + 12, l + 12)
 #endif
 
-/* LANES rows, four columns. */
-INLINE void transpose_tile(const float *from, size_t from_stride, float *to, size_t to_stride)
+/* LANES rows, four columns: each column a vector. */
+INLINE void turn(const float *from, size_t stride, vector_f32 column[4])
 {
     vector_f32 row[4], even[2], odd[2];
 
@@ -55,17 +55,27 @@ INLINE void transpose_tile(const float *from, size_t from_stride, float *to, siz
 
         UNROLL
         for (size_t q = 0; q < QUADS; q++)
-            p[q] = from + (4 * q + i) * from_stride;
+            p[q] = from + (4 * q + i) * stride;
         row[i] = load_quads(p);
     }
     even[0] = IN_QUADS(row[0], row[1], 0, LANES, 1, LANES + 1);
     even[1] = IN_QUADS(row[2], row[3], 0, LANES, 1, LANES + 1);
     odd[0] = IN_QUADS(row[0], row[1], 2, LANES + 2, 3, LANES + 3);
     odd[1] = IN_QUADS(row[2], row[3], 2, LANES + 2, 3, LANES + 3);
-    save(to, IN_QUADS(even[0], even[1], 0, 1, LANES, LANES + 1));
-    save(to + to_stride, IN_QUADS(even[0], even[1], 2, 3, LANES + 2, LANES + 3));
-    save(to + 2 * to_stride, IN_QUADS(odd[0], odd[1], 0, 1, LANES, LANES + 1));
-    save(to + 3 * to_stride, IN_QUADS(odd[0], odd[1], 2, 3, LANES + 2, LANES + 3));
+    column[0] = IN_QUADS(even[0], even[1], 0, 1, LANES, LANES + 1);
+    column[1] = IN_QUADS(even[0], even[1], 2, 3, LANES + 2, LANES + 3);
+    column[2] = IN_QUADS(odd[0], odd[1], 0, 1, LANES, LANES + 1);
+    column[3] = IN_QUADS(odd[0], odd[1], 2, 3, LANES + 2, LANES + 3);
+}
+
+INLINE void transpose_tile(const float *from, size_t from_stride, float *to, size_t to_stride)
+{
+    vector_f32 column[4];
+
+    turn(from, from_stride, column);
+    UNROLL
+    for (size_t j = 0; j < 4; j++)
+        save(to + j * to_stride, column[j]);
 }
 
 /* Tiles at the edges take what their neighbours have taken already. */
@@ -144,12 +154,20 @@ INLINE void pair_rows(size_t n, const float *even, const float *odd, char *to, v
     }
 }
 
+INLINE bool any_sign(vector_u32 v)
+{
+    uint32_t any = 0;
+
+    for (size_t t = 0; t < LANES; t++)
+        any |= v[t];
+    return any >> 31 != 0;
+}
+
 static bool pairs_from_f32(size_t rows, size_t n, const float *from, size_t from_stride, void *to,
                            size_t to_stride)
 {
     static const float zeros[PANEL];
     vector_u32 bad = {0};
-    uint32_t any = 0;
     size_t i = 0;
 
     for (; i + 2 <= rows; i += 2)
@@ -157,9 +175,71 @@ static bool pairs_from_f32(size_t rows, size_t n, const float *from, size_t from
                   (char *)to + i / 2 * to_stride * 4, &bad);
     if (i < rows)
         pair_rows(n, from + i * from_stride, zeros, (char *)to + i / 2 * to_stride * 4, &bad);
-    for (size_t t = 0; t < LANES; t++)
-        any |= bad[t];
-    return any >> 31 == 0;
+    return !any_sign(bad);
+}
+
+/* Elements of a and b in turns: every other one of both, and all from the first halves or from the
+ * second ones. */
+#if LANES == 4
+#define EVERY_OTHER(a, b, first)                                                                   \
+    __builtin_shufflevector(a, b, first, 2 + first, 4 + first, 6 + first)
+#define DEALT(a, b, half) __builtin_shufflevector(a, b, half, 4 + half, 1 + half, 5 + half)
+#elif LANES == 8
+#define EVERY_OTHER(a, b, first)                                                                   \
+    __builtin_shufflevector(a, b, first, 2 + first, 4 + first, 6 + first, 8 + first, 10 + first,   \
+                            12 + first, 14 + first)
+#define DEALT(a, b, half)                                                                          \
+    __builtin_shufflevector(a, b, half, 8 + half, 1 + half, 9 + half, 2 + half, 10 + half,         \
+                            3 + half, 11 + half)
+#else
+#define EVERY_OTHER(a, b, first)                                                                   \
+    __builtin_shufflevector(a, b, first, 2 + first, 4 + first, 6 + first, 8 + first, 10 + first,   \
+                            12 + first, 14 + first, 16 + first, 18 + first, 20 + first,            \
+                            22 + first, 24 + first, 26 + first, 28 + first, 30 + first)
+#define DEALT(a, b, half)                                                                          \
+    __builtin_shufflevector(a, b, half, 16 + half, 1 + half, 17 + half, 2 + half, 18 + half,       \
+                            3 + half, 19 + half, 4 + half, 20 + half, 5 + half, 21 + half,         \
+                            6 + half, 22 + half, 7 + half, 23 + half)
+#endif
+
+/* Ones, then zeros: what counts of a row that ends after n lanes is where ones begin 2 LANES - n
+ * from the front. */
+static const uint32_t end_of_row[4 * LANES] = {[0 ... 2 * LANES - 1] = UINT32_MAX};
+
+INLINE vector_f32 load_masked(const float *p, vector_u32 mask)
+{
+    return (vector_f32)((vector_u32)load(p) & mask);
+}
+
+/* Elements of a row that become pairs lie side by side, and so pairs are what is transposed. */
+static bool pairs_from_columns(size_t rows, size_t n, const float *from, size_t from_stride,
+                               void *to, size_t to_stride)
+{
+    const size_t width = n < LANES ? n : LANES;
+    float tile[LANES * LANES];
+    vector_u32 bad = {0};
+
+    for (size_t i = 0; i < rows; i += 2 * LANES) {
+        const size_t some = rows - i < 2 * LANES ? rows - i : 2 * LANES;
+        const size_t second = some > LANES ? LANES : 0;
+        const vector_u32 mask = load_pairs((const char *)(end_of_row + 2 * LANES - some), 0);
+        const vector_u32 mask_second = load_pairs((const char *)(end_of_row + 3 * LANES - some), 0);
+
+        for (size_t at = 0; at < n; at += LANES) {
+            const size_t j = at + width <= n ? at : n - width;
+            const float *row = from + j * from_stride + i;
+
+            for (size_t t = 0; t < width; t++, row += from_stride) {
+                vector_f32 a = load_masked(row, mask);
+                vector_f32 b = load_masked(row + second, mask_second);
+
+                save(tile + t * LANES, pair_up(EVERY_OTHER(a, b, 0), EVERY_OTHER(a, b, 1), &bad));
+            }
+            transpose(width, (some + 1) / 2, tile, LANES, (float *)to + i / 2 * to_stride + j,
+                      to_stride);
+        }
+    }
+    return !any_sign(bad);
 }
 
 /* The elements of one row, which lie in the lower halves of pairs, or the upper ones. */
@@ -186,4 +266,34 @@ static void pairs_to_f32(size_t rows, size_t n, const void *from, size_t from_st
 {
     for (size_t i = 0; i < rows; i++)
         widen_row(n, (const char *)from + i / 2 * from_stride * 4, i % 2 == 1, to + i * to_stride);
+}
+
+/* A column of pairs is a row of the result. */
+INLINE void widen_column(vector_f32 pairs, float *to)
+{
+    vector_f32 first = (vector_f32)((vector_u32)pairs << 16);
+    vector_f32 second = (vector_f32)((vector_u32)pairs & 0xffff0000u);
+
+    save(to, DEALT(first, second, 0));
+    save(to + LANES, DEALT(first, second, LANES / 2));
+}
+
+static void pairs_to_columns(size_t rows, size_t n, const void *from, size_t from_stride, float *to,
+                             size_t to_stride)
+{
+    const float *pairs = from;
+
+    for (size_t at = 0; at < rows; at += 2 * LANES) {
+        const size_t i = at + 2 * LANES <= rows ? at : rows - 2 * LANES;
+
+        for (size_t next = 0; next < n; next += 4) {
+            const size_t j = next + 4 <= n ? next : n - 4;
+            vector_f32 column[4];
+
+            turn(pairs + i / 2 * from_stride + j, from_stride, column);
+            UNROLL
+            for (size_t t = 0; t < 4; t++)
+                widen_column(column[t], to + (j + t) * to_stride + i);
+        }
+    }
 }

@@ -219,22 +219,39 @@ static void round_row(const struct backend *backend, const pkv_input *input, siz
     backend->kernels->from_f32[geometry->dtype](geometry->head_dim, x, out);
 }
 
-/* Elements at .. at + some - 1 of n rows of K or V in f32, one row after the other. Caller's rows
- * are often a power of two apart, where few of them fit into the nearest cache together, and no
- * hardware foresees the next head's. */
-static void widen_rows(const struct backend *backend, const pkv_input *input, size_t first,
-                       size_t n, size_t head, size_t at, size_t some, float *out)
+/* Rows of f32. */
+struct rows {
+    const float *x;
+    size_t stride;
+};
+
+/*
+ * Elements at .. at + some - 1 of n rows of K or V, padded: the caller's own if kernels can take
+ * them, or widened. Caller's rows are often a power of two apart, where few of them fit into the
+ * nearest cache together, so that only what is read once is left there; and no hardware foresees
+ * the next head's.
+ */
+static struct rows widen_rows(const struct backend *backend, const pkv_input *input, size_t first,
+                              size_t n, size_t head, size_t at, size_t some, float *out)
 {
+    const struct geometry *geometry = backend->geometry;
     const size_t bytes = storage_element_bytes(input->dtype);
-    const size_t ahead = head + 1 < backend->geometry->kv_heads ? input->head_stride * bytes : 0;
+    const size_t ahead = head + 1 < geometry->kv_heads ? input->head_stride * bytes : 0;
+    const bool as_they_are = input->dtype == PKV_F32 && geometry->dtype == PKV_BF16 &&
+                             geometry->head_dim % KERNELS_PAD == 0;
 
     for (size_t t = 0; t < n; t++) {
         const char *row = (const char *)input_row(input, first + t, head) + at * bytes;
 
         for (size_t i = 0; i < some * bytes && ahead > 0; i += 64)
             __builtin_prefetch(row + ahead + i);
-        backend->kernels->to_f32[input->dtype](some, row, out + t * some);
+        if (!as_they_are)
+            backend->kernels->to_f32[input->dtype](some, row, out + t * ROUND_ELEMENTS);
     }
+    if (as_they_are)
+        return (struct rows){(const float *)input_row(input, first, head) + at,
+                             input->token_stride};
+    return (struct rows){out, ROUND_ELEMENTS};
 }
 
 /* Rounds one block of one KV head; false where an element is not finite then. */
@@ -245,19 +262,20 @@ static bool round_block(const struct backend *backend, const struct attention_un
     const struct dense_page block = store_block(backend, unit->item, head, unit->block);
     const size_t first = unit->item->first_row + unit->block * BLOCK_TOKENS;
     const size_t n = unit->tokens;
-    float rows[BLOCK_TOKENS * ROUND_ELEMENTS];
+    float widened[BLOCK_TOKENS * ROUND_ELEMENTS];
     bool good = true;
 
     for (size_t at = 0; at < d; at += ROUND_ELEMENTS) {
         size_t some = cpu_min(ROUND_ELEMENTS, d - at);
+        struct rows rows = widen_rows(backend, &io->k, first, n, head, at, some, widened);
 
-        widen_rows(backend, &io->k, first, n, head, at, some, rows);
-        good = elements_round_transposed(backend, (struct region){block.k, at, some, 0, n}, rows,
-                                         some) &&
+        good = elements_round_transposed(backend, (struct region){block.k, at, some, 0, n}, rows.x,
+                                         rows.stride) &&
                good;
-        widen_rows(backend, &io->v, first, n, head, at, some, rows);
-        good =
-            elements_round(backend, (struct region){block.v, 0, n, at, some}, rows, some) && good;
+        rows = widen_rows(backend, &io->v, first, n, head, at, some, widened);
+        good = elements_round(backend, (struct region){block.v, 0, n, at, some}, rows.x,
+                              rows.stride) &&
+               good;
     }
     return good;
 }

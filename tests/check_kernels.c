@@ -1021,6 +1021,56 @@ START_TEST(pairs)
 }
 END_TEST
 
+/* From and to columns, pairs have the bits that they have from and to rows. */
+START_TEST(pairs_of_columns)
+{
+    const struct kernels *kernels = available[_i];
+    enum { MOST = 70, STRIDE = 96, PAIRS = (MOST + 1) / 2 };
+    static float x[STRIDE * STRIDE], turned[STRIDE * STRIDE], widened[STRIDE * STRIDE];
+    static uint32_t pairs[PAIRS * STRIDE], expected[PAIRS * STRIDE];
+
+    tests_seed((uint64_t)_i);
+    for (int repeat = 0; repeat < 3000; repeat++) {
+        size_t rows = 1 + tests_random() % MOST;
+        size_t n = 1 + tests_random() % kernels->panel;
+        bool finite = repeat % 2 == 0;
+
+        for (size_t i = 0; i < STRIDE * STRIDE; i++) {
+            turned[i] = (float)NAN; /* what pads rows counts for nothing */
+            widened[i] = 42;
+        }
+        for (size_t i = 0; i < rows; i++)
+            for (size_t j = 0; j < n; j++)
+                turned[j * STRIDE + i] =
+                    ldexpf(tests_random_float(), (int)(tests_random() % 200) - 100);
+        if (!finite)
+            turned[tests_random() % n * STRIDE + tests_random() % rows] =
+                f32_from_bits(repeat % 3 == 0 ? 0xff800000u : 0x7f7f8000u);
+        for (size_t i = 0; i < rows; i++)
+            for (size_t j = 0; j < n; j++)
+                x[i * STRIDE + j] = turned[j * STRIDE + i];
+        for (size_t i = 0; i < PAIRS * STRIDE; i++)
+            pairs[i] = expected[i] = 0x12345678;
+        require_kernels(
+            kernels->pairs_from_columns(rows, n, turned, STRIDE, pairs, STRIDE) == finite, kernels);
+        if (!finite)
+            continue;
+        ck_assert(kernels->pairs_from_f32(rows, n, x, STRIDE, expected, STRIDE));
+        require_kernels(memcmp(pairs, expected, sizeof pairs) == 0, kernels);
+        if (rows % 2 == 1 || rows < 2 * KERNELS_PAD || n < 4)
+            continue;
+        kernels->pairs_to_columns(rows, n, pairs, STRIDE, widened, STRIDE);
+        for (size_t j = 0; j < STRIDE; j++)
+            for (size_t i = 0; i < STRIDE; i++)
+                require_kernels(widened[j * STRIDE + i] ==
+                                    (i < rows && j < n
+                                         ? bf16_to_f32(bf16_from_f32(turned[j * STRIDE + i]))
+                                         : 42),
+                                kernels);
+    }
+}
+END_TEST
+
 /* Every shape that tiles may meet, between margins that stay. */
 START_TEST(transposes)
 {
@@ -1064,6 +1114,7 @@ int main(void)
     tcase_add_loop_test(test, all_values_widen, 0, n);
     tcase_add_loop_test(test, narrowing_rounds_to_nearest_even, 0, n);
     tcase_add_loop_test(test, pairs, 0, n);
+    tcase_add_loop_test(test, pairs_of_columns, 0, n);
     tcase_add_loop_test(test, transposes, 0, n);
     tcase_add_test(test, choice);
     suite_add_tcase(suite, test);
