@@ -60,7 +60,7 @@ puzzlekv-bench storage --shape qwen3-8b --tokens 96 --csv --kv raw:page=32 --kv 
 same 'lines of CSV' "$(wc -l < "$work/csv")" 3
 same 'names in CSV' "$(head -n 1 "$work/csv")" \
     isa,cpu,threads,dtype,shape,tokens,kv,bytes,bytes_raw,kv_ratio
-grep -q ',"qwen3-8b",96,"puzzle:rk=2,rv=1",[0-9]*,14155776,0\.[0-9]*$' "$work/csv" ||
+grep -q ',qwen3-8b,96,"puzzle:rk=2,rv=1",[0-9]*,14155776,0\.[0-9]*$' "$work/csv" ||
     fail "storage --csv: $(cat "$work/csv")"
 
 # ---- attention ----------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ for i in 0 1 2 3; do
         fail "us_per_page: $(value factorize results.$i.us_per_page)"
 done
 same 'only solver' "$(puzzlekv-bench factorize --shape qwen3-8b --pages 1 --solver ssyevr \
-    --repeats 1 -t 1 --csv | tail -n 1 | sed 's/.*"qwen3-8b",16,1,"ssyevr",.*,/ssyevr /')" 'ssyevr 1'
+    --repeats 1 -t 1 --csv | tail -n 1 | sed 's/.*qwen3-8b,16,1,ssyevr,.*,/ssyevr /')" 'ssyevr 1'
 
 # ---- model --------------------------------------------------------------------------------------
 

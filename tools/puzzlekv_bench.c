@@ -437,22 +437,10 @@ static bool print_json(json_t *members, const struct bench_results *results, str
     return json_print(members, error);
 }
 
-/* A field that commas and quotes cannot break. */
-static void print_quoted(const char *text)
+static void print_scalar(json_t *value, bool csv, int digits)
 {
-    putchar('"');
-    for (; *text != '\0'; text++) {
-        if (*text == '"')
-            putchar('"');
-        putchar(*text);
-    }
-    putchar('"');
-}
-
-static void print_scalar(json_t *value, bool quoted, int digits)
-{
-    if (json_is_string(value) && quoted)
-        print_quoted(json_string_value(value));
+    if (json_is_string(value) && csv)
+        csv_text(json_string_value(value));
     else if (json_is_string(value))
         fputs(json_string_value(value), stdout);
     else if (json_is_integer(value))
@@ -480,7 +468,7 @@ static bool print_csv(json_t *members, const struct bench_results *results, stru
             print_scalar(member, true, 17);
             putchar(',');
         }
-        print_quoted(row->name);
+        csv_text(row->name);
         for (size_t j = 0; j < results->column_count; j++) {
             json_t *value = number_object(&results->columns[j], row->values[j]);
 
