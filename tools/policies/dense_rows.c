@@ -136,3 +136,34 @@ bool dense_rows_attend_masses(const struct dense_rows *rows, const struct kv_lay
 {
     return attend(rows, io, 0, cached, masses, from, error);
 }
+
+void *dense_store_open(size_t size, const struct kv_store_operations *operations,
+                       const struct kv_store_options *options, struct error *error)
+{
+    struct dense_store *dense = calloc(1, size);
+
+    if (dense == NULL) {
+        error_set(error, "out of memory for the cache");
+        return NULL;
+    }
+    dense->store.operations = operations;
+    if (!dense_rows_open(&dense->rows, options, error)) {
+        free(dense);
+        return NULL;
+    }
+    return dense;
+}
+
+void dense_store_close(struct kv_store *store)
+{
+    dense_rows_close(&((struct dense_store *)store)->rows);
+    free(store);
+}
+
+bool dense_store_layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
+{
+    struct dense_rows *rows = &((struct dense_store *)store)->rows;
+
+    return dense_rows_append(rows, io, store->tokens, error) &&
+           dense_rows_attend(rows, io, 0, store->tokens, error);
+}

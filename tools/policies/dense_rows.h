@@ -45,4 +45,18 @@ bool dense_rows_attend(const struct dense_rows *rows, const struct kv_layer *io,
 bool dense_rows_attend_masses(const struct dense_rows *rows, const struct kv_layer *io,
                               size_t cached, float *masses, size_t from, struct error *error);
 
+/* What a policy's store begins with that keeps every token so. */
+struct dense_store {
+    struct kv_store store;
+    struct dense_rows rows;
+};
+
+/* A store of `size` bytes, the rest of them zero; NULL with an error. */
+void *dense_store_open(size_t size, const struct kv_store_operations *operations,
+                       const struct kv_store_options *options, struct error *error);
+
+/* Operations: closes a store that owns nothing else; appends and attends all rows. */
+void dense_store_close(struct kv_store *store);
+bool dense_store_layer(struct kv_store *store, const struct kv_layer *io, struct error *error);
+
 #endif

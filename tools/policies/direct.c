@@ -15,8 +15,6 @@
  *
  * Deviation: the paper reports 0.283 and 0.223 with a layout that it does not state.
  */
-#include <stdlib.h>
-
 #include "../options.h"
 #include "dense_pages.h"
 #include "dense_rows.h"
@@ -24,9 +22,8 @@
 #include "quantise.h"
 
 struct direct {
-    struct kv_store store;
+    struct dense_store dense;
     struct dense_pages pages;
-    struct dense_rows rows;
     unsigned bits;
     size_t end; /* tokens from the sink's end to here are quantised; the sink's end: none */
     double seconds;
@@ -42,25 +39,16 @@ static struct direct *from_store(struct kv_store *store)
     return (struct direct *)store;
 }
 
-static void close_direct(struct kv_store *store)
-{
-    dense_rows_close(&from_store(store)->rows);
-    free(store);
-}
-
 static bool layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
 {
-    struct dense_rows *rows = &from_store(store)->rows;
-
-    return quantise_check(store, io, error) && dense_rows_append(rows, io, store->tokens, error) &&
-           dense_rows_attend(rows, io, 0, store->tokens, error);
+    return quantise_check(store, io, error) && dense_store_layer(store, io, error);
 }
 
 static void quantise_page(struct direct *s, size_t layer, size_t kv_head, size_t token)
 {
-    size_t d = s->rows.model->head_dim, page = s->pages.page_tokens;
-    float *k = dense_rows_k(&s->rows, layer, kv_head) + token * d;
-    float *v = dense_rows_v(&s->rows, layer, kv_head) + token * d;
+    size_t d = s->dense.rows.model->head_dim, page = s->pages.page_tokens;
+    float *k = dense_rows_k(&s->dense.rows, layer, kv_head) + token * d;
+    float *v = dense_rows_v(&s->dense.rows, layer, kv_head) + token * d;
 
     for (size_t i = 0; i < d; i++)
         quantise_group(k + i, page, d, s->bits);
@@ -71,7 +59,7 @@ static void quantise_page(struct direct *s, size_t layer, size_t kv_head, size_t
 static bool end(struct kv_store *store, struct error *error)
 {
     struct direct *s = from_store(store);
-    const struct model *m = s->rows.model;
+    const struct model *m = s->dense.rows.model;
     size_t first, end = dense_pages_range(&s->pages, store->tokens + store->step, &first);
     size_t heads = m->layer_count * m->kv_heads;
     double began = machine_seconds();
@@ -121,15 +109,15 @@ static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct er
     size_t page = s->pages.page_tokens;
 
     (void)error;
-    stats->payload_bytes = bytes_of(s->rows.model, s->rows.dtype, s->bits, page, store->tokens,
-                                    s->end - s->pages.sink * page);
-    stats->reserved_bytes = s->rows.bytes;
+    stats->payload_bytes = bytes_of(s->dense.rows.model, s->dense.rows.dtype, s->bits, page,
+                                    store->tokens, s->end - s->pages.sink * page);
+    stats->reserved_bytes = s->dense.rows.bytes;
     stats->factorize_seconds = s->seconds;
     return true;
 }
 
 static const struct kv_store_operations operations = {
-    .close = close_direct,
+    .close = dense_store_close,
     .layer = layer,
     .end = end,
     .rewind = rewind_to,
@@ -151,19 +139,14 @@ static bool count_bytes(const struct kv_spec *spec, const struct policy_size *si
 static bool open_direct(const struct kv_spec *spec, const struct kv_store_options *options,
                         struct kv_store **store, struct error *error)
 {
-    struct direct *s = calloc(1, sizeof *s);
+    struct direct *s = dense_store_open(sizeof *s, &operations, options, error);
 
     if (s == NULL)
-        return error_set(error, "out of memory for the cache");
-    s->store.operations = &operations;
+        return false;
     s->pages = dense_pages_of(spec);
     s->bits = bits_of(spec->policy);
     s->end = s->pages.sink * s->pages.page_tokens;
-    if (!dense_rows_open(&s->rows, options, error)) {
-        free(s);
-        return false;
-    }
-    *store = &s->store;
+    *store = &s->dense.store;
     return true;
 }
 

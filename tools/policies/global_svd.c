@@ -40,10 +40,9 @@ struct region {
 };
 
 struct global_svd {
-    struct kv_store store;
+    struct dense_store dense;
     struct dense_pages pages;
     double ratio;
-    struct dense_rows rows;
     struct region region;
     double seconds;
 };
@@ -68,20 +67,6 @@ static struct region region_of(const struct dense_pages *pages, double ratio, si
     if (region.rank > region.count)
         region.rank = region.count;
     return region;
-}
-
-static void close_global_svd(struct kv_store *store)
-{
-    dense_rows_close(&from_store(store)->rows);
-    free(store);
-}
-
-static bool layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
-{
-    struct dense_rows *rows = &from_store(store)->rows;
-
-    return dense_rows_append(rows, io, store->tokens, error) &&
-           dense_rows_attend(rows, io, 0, store->tokens, error);
 }
 
 /* Replaces x [count, d] by what its factors give back. */
@@ -113,7 +98,7 @@ static bool factorize(const struct region *region, pkv_dtype dtype, float *x, si
 static bool end(struct kv_store *store, struct error *error)
 {
     struct global_svd *s = from_store(store);
-    const struct model *m = s->rows.model;
+    const struct model *m = s->dense.rows.model;
     size_t heads = m->layer_count * m->kv_heads, d = m->head_dim, failures = 0;
     double began = machine_seconds();
     struct region region;
@@ -127,9 +112,10 @@ static bool end(struct kv_store *store, struct error *error)
     num_threads(store->options.threads)
     for (size_t i = 0; i < 2 * heads; i++) {
         size_t l = i / 2 / m->kv_heads, h = i / 2 % m->kv_heads;
-        float *x = i % 2 == 0 ? dense_rows_k(&s->rows, l, h) : dense_rows_v(&s->rows, l, h);
+        float *x =
+            i % 2 == 0 ? dense_rows_k(&s->dense.rows, l, h) : dense_rows_v(&s->dense.rows, l, h);
 
-        failures += !factorize(&region, s->rows.dtype, x + region.first * d, d);
+        failures += !factorize(&region, s->dense.rows.dtype, x + region.first * d, d);
     }
     if (failures > 0)
         return error_set(error, "KV cache: global-svd: out of memory, or no convergence");
@@ -165,15 +151,16 @@ static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct er
     const struct global_svd *s = from_store(store);
 
     (void)error;
-    stats->payload_bytes = bytes_of(s->rows.model, s->rows.dtype, &s->region, store->tokens);
-    stats->reserved_bytes = s->rows.bytes;
+    stats->payload_bytes =
+        bytes_of(s->dense.rows.model, s->dense.rows.dtype, &s->region, store->tokens);
+    stats->reserved_bytes = s->dense.rows.bytes;
     stats->factorize_seconds = s->seconds;
     return true;
 }
 
 static const struct kv_store_operations operations = {
-    .close = close_global_svd,
-    .layer = layer,
+    .close = dense_store_close,
+    .layer = dense_store_layer,
     .end = end,
     .rewind = rewind_to,
     .stats = read_stats,
@@ -194,18 +181,13 @@ static bool count_bytes(const struct kv_spec *spec, const struct policy_size *si
 static bool open_global_svd(const struct kv_spec *spec, const struct kv_store_options *options,
                             struct kv_store **store, struct error *error)
 {
-    struct global_svd *s = calloc(1, sizeof *s);
+    struct global_svd *s = dense_store_open(sizeof *s, &operations, options, error);
 
     if (s == NULL)
-        return error_set(error, "out of memory for the cache");
-    s->store.operations = &operations;
+        return false;
     s->pages = dense_pages_of(spec);
     s->ratio = spec->values[RATIO].number;
-    if (!dense_rows_open(&s->rows, options, error)) {
-        free(s);
-        return false;
-    }
-    *store = &s->store;
+    *store = &s->dense.store;
     return true;
 }
 

@@ -16,8 +16,6 @@
  *
  * Deviations: none but that a step of several tokens quantises when it ends.
  */
-#include <stdlib.h>
-
 #include "../options.h"
 #include "dense_rows.h"
 #include "policy.h"
@@ -37,9 +35,8 @@ struct shape {
 };
 
 struct kivi {
-    struct kv_store store;
+    struct dense_store dense;
     struct shape shape;
-    struct dense_rows rows;
     size_t k_end, v_end; /* the tokens before are quantised */
     double seconds;
 };
@@ -76,18 +73,9 @@ static bool resolve(struct kv_spec *spec, const struct model *model, struct erro
                group, model->head_dim);
 }
 
-static void close_kivi(struct kv_store *store)
-{
-    dense_rows_close(&from_store(store)->rows);
-    free(store);
-}
-
 static bool layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
 {
-    struct dense_rows *rows = &from_store(store)->rows;
-
-    return quantise_check(store, io, error) && dense_rows_append(rows, io, store->tokens, error) &&
-           dense_rows_attend(rows, io, 0, store->tokens, error);
+    return quantise_check(store, io, error) && dense_store_layer(store, io, error);
 }
 
 static size_t end_of_keys(const struct shape *shape, size_t from, size_t tokens)
@@ -103,9 +91,9 @@ static size_t end_of_values(const struct shape *shape, size_t from, size_t token
 static void quantise_head(struct kivi *s, size_t layer, size_t kv_head, size_t k_end, size_t v_end)
 {
     const struct shape *shape = &s->shape;
-    size_t d = s->rows.model->head_dim;
-    float *k = dense_rows_k(&s->rows, layer, kv_head);
-    float *v = dense_rows_v(&s->rows, layer, kv_head);
+    size_t d = s->dense.rows.model->head_dim;
+    float *k = dense_rows_k(&s->dense.rows, layer, kv_head);
+    float *v = dense_rows_v(&s->dense.rows, layer, kv_head);
 
     for (size_t token = s->k_end; token < k_end; token += shape->group) {
         for (size_t i = 0; i < d; i++)
@@ -120,7 +108,7 @@ static void quantise_head(struct kivi *s, size_t layer, size_t kv_head, size_t k
 static bool end(struct kv_store *store, struct error *error)
 {
     struct kivi *s = from_store(store);
-    const struct model *m = s->rows.model;
+    const struct model *m = s->dense.rows.model;
     size_t heads = m->layer_count * m->kv_heads, tokens = store->tokens + store->step;
     size_t k_end = end_of_keys(&s->shape, s->k_end, tokens);
     size_t v_end = end_of_values(&s->shape, s->v_end, tokens);
@@ -168,15 +156,15 @@ static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct er
     const struct kivi *s = from_store(store);
 
     (void)error;
-    stats->payload_bytes =
-        bytes_of(s->rows.model, s->rows.dtype, &s->shape, store->tokens, s->k_end, s->v_end);
-    stats->reserved_bytes = s->rows.bytes;
+    stats->payload_bytes = bytes_of(s->dense.rows.model, s->dense.rows.dtype, &s->shape,
+                                    store->tokens, s->k_end, s->v_end);
+    stats->reserved_bytes = s->dense.rows.bytes;
     stats->factorize_seconds = s->seconds;
     return true;
 }
 
 static const struct kv_store_operations operations = {
-    .close = close_kivi,
+    .close = dense_store_close,
     .layer = layer,
     .end = end,
     .rewind = rewind_to,
@@ -197,17 +185,12 @@ static bool count_bytes(const struct kv_spec *spec, const struct policy_size *si
 static bool open_kivi(const struct kv_spec *spec, const struct kv_store_options *options,
                       struct kv_store **store, struct error *error)
 {
-    struct kivi *s = calloc(1, sizeof *s);
+    struct kivi *s = dense_store_open(sizeof *s, &operations, options, error);
 
     if (s == NULL)
-        return error_set(error, "out of memory for the cache");
-    s->store.operations = &operations;
-    s->shape = shape_of(spec);
-    if (!dense_rows_open(&s->rows, options, error)) {
-        free(s);
         return false;
-    }
-    *store = &s->store;
+    s->shape = shape_of(spec);
+    *store = &s->dense.store;
     return true;
 }
 

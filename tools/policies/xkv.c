@@ -50,10 +50,9 @@ struct shape {
 };
 
 struct xkv {
-    struct kv_store store;
+    struct dense_store dense; /* in the first step keys before RoPE, once they were attended */
     struct shape shape;
-    struct dense_rows rows; /* in the first step keys before RoPE, once they have been attended */
-    size_t prompt;          /* its tokens are factors; 0: there is none yet */
+    size_t prompt; /* its tokens are factors; 0: there is none yet */
     double seconds;
 };
 
@@ -116,37 +115,30 @@ static bool resolve(struct kv_spec *spec, const struct model *m, struct error *e
                      group.layers, m->kv_heads, m->head_dim, group.channels, MOST_CHANNELS);
 }
 
-static void close_xkv(struct kv_store *store)
-{
-    dense_rows_close(&from_store(store)->rows);
-    free(store);
-}
-
 static bool layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
 {
-    struct dense_rows *rows = &from_store(store)->rows;
     struct kv_layer plain = *io;
 
-    if (!dense_rows_append(rows, io, store->tokens, error) ||
-        !dense_rows_attend(rows, io, 0, store->tokens, error))
+    if (!dense_store_layer(store, io, error))
         return false;
     plain.k = io->plain_k;
-    return store->tokens > 0 || dense_rows_append(rows, &plain, 0, error);
+    return store->tokens > 0 || dense_rows_append(&from_store(store)->dense.rows, &plain, 0, error);
 }
 
 /* K (kind 0) or V (1) of the group, a row for each token. */
 static float *rows_of(const struct xkv *s, const struct group *group, size_t head, int kind)
 {
-    size_t l = group->first + head / s->rows.model->kv_heads, h = head % s->rows.model->kv_heads;
+    size_t l = group->first + head / s->dense.rows.model->kv_heads,
+           h = head % s->dense.rows.model->kv_heads;
 
-    return kind == 0 ? dense_rows_k(&s->rows, l, h) : dense_rows_v(&s->rows, l, h);
+    return kind == 0 ? dense_rows_k(&s->dense.rows, l, h) : dense_rows_v(&s->dense.rows, l, h);
 }
 
 /* Copies between the rows of the heads and x [prompt, channels], or if `turned` its transpose. */
 static void copy_group(const struct xkv *s, const struct group *group, int kind, bool turned,
                        bool back, float *x)
 {
-    const size_t d = s->rows.model->head_dim, tokens = s->prompt;
+    const size_t d = s->dense.rows.model->head_dim, tokens = s->prompt;
 
     for (size_t head = 0; head < group->channels / d; head++) {
         float *rows = rows_of(s, group, head, kind);
@@ -210,7 +202,7 @@ static bool factorize(float *x, size_t rows, size_t columns, size_t rank, pkv_dt
 
 static void turn_keys(const struct xkv *s, const struct group *group, float *angles)
 {
-    const struct model *m = s->rows.model;
+    const struct model *m = s->dense.rows.model;
     const size_t d = m->head_dim;
 
     for (size_t t = 0; t < s->prompt; t++) {
@@ -226,13 +218,13 @@ static bool compress(const struct xkv *s, const struct group *group, int kind)
     size_t tokens = s->prompt, channels = group->channels;
     bool turned = tokens < channels;
     float *x = malloc(tokens * channels * sizeof *x);
-    float *angles = malloc(s->rows.model->head_dim * sizeof *angles);
+    float *angles = malloc(s->dense.rows.model->head_dim * sizeof *angles);
     bool done = x != NULL && angles != NULL;
 
     if (done) {
         copy_group(s, group, kind, turned, false, x);
         done = factorize(x, turned ? channels : tokens, turned ? tokens : channels,
-                         group->rank[kind], s->rows.dtype);
+                         group->rank[kind], s->dense.rows.dtype);
     }
     if (done) {
         copy_group(s, group, kind, turned, true, x);
@@ -247,7 +239,7 @@ static bool compress(const struct xkv *s, const struct group *group, int kind)
 static bool end(struct kv_store *store, struct error *error)
 {
     struct xkv *s = from_store(store);
-    const struct model *m = s->rows.model;
+    const struct model *m = s->dense.rows.model;
     size_t failures = 0;
     double began = machine_seconds();
 
@@ -295,15 +287,15 @@ static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct er
 
     (void)error;
     stats->payload_bytes =
-        bytes_of(&s->shape, s->rows.model, s->rows.dtype, s->prompt, store->tokens);
-    stats->reserved_bytes = s->rows.bytes;
+        bytes_of(&s->shape, s->dense.rows.model, s->dense.rows.dtype, s->prompt, store->tokens);
+    stats->reserved_bytes = s->dense.rows.bytes;
     stats->factorize_seconds = s->seconds;
     return true;
 }
 
 static const struct kv_store_operations operations = {
     .reads_plain_k = true,
-    .close = close_xkv,
+    .close = dense_store_close,
     .layer = layer,
     .end = end,
     .rewind = rewind_to,
@@ -323,17 +315,12 @@ static bool count_bytes(const struct kv_spec *spec, const struct policy_size *si
 static bool open_xkv(const struct kv_spec *spec, const struct kv_store_options *options,
                      struct kv_store **store, struct error *error)
 {
-    struct xkv *s = calloc(1, sizeof *s);
+    struct xkv *s = dense_store_open(sizeof *s, &operations, options, error);
 
     if (s == NULL)
-        return error_set(error, "out of memory for the cache");
-    s->store.operations = &operations;
-    s->shape = shape_of(spec);
-    if (!dense_rows_open(&s->rows, options, error)) {
-        free(s);
         return false;
-    }
-    *store = &s->store;
+    s->shape = shape_of(spec);
+    *store = &s->dense.store;
     return true;
 }
 
