@@ -83,6 +83,10 @@ for key in read_gb_per_s results.0.ns_per_token_layer results.1.ns_low results.1
     awk "BEGIN { exit !($(value attention $key) > 0) }" ||
         fail "$key: $(value attention $key)"
 done
+# A step of more tokens than those that fill the caches.
+document batch attention --shape smollm2-135m --tokens 1 --batch 4096 --repeats 1 -t 1 \
+    --kv raw:page=8
+same 'bytes of a large batch' "$(value batch results.0.bytes_per_token_layer)" $((3 * 2 * 2 * 64))
 
 # ---- factorize ----------------------------------------------------------------------------------
 

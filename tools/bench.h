@@ -76,10 +76,10 @@ bool bench_operand(const struct bench_arguments *arguments, const void *data, si
                    void **operand, struct error *error);
 
 /* Keys and values that caches are filled with, all layers and steps alike: operands
- * [BENCH_FILL_TOKENS, kv_heads, head_dim] in f32. */
+ * [tokens, kv_heads, head_dim] in f32, for BENCH_FILL_TOKENS `tokens` or more. */
 #define BENCH_FILL_TOKENS ((size_t)2048)
 bool bench_fill_operands(const struct bench_arguments *arguments, const struct model *model,
-                         void **k, void **v, struct error *error);
+                         size_t tokens, void **k, void **v, struct error *error);
 
 /* Accepts NULL. */
 void bench_operand_free(const struct bench_arguments *arguments, void *operand);

@@ -50,7 +50,7 @@ struct contestant {
 /* What the steps take and give, from bench_operand(); all layers the same. */
 struct operands {
     void *q, *out; /* [batch, query_heads, head_dim] */
-    void *k, *v;   /* [BENCH_FILL_TOKENS, kv_heads, head_dim] */
+    void *k, *v;   /* [longest_step(), kv_heads, head_dim] */
 };
 
 static bool cache_failed(const struct contestant *c, struct error *error)
@@ -214,10 +214,16 @@ static bool evaluate(const struct bench_arguments *arguments, const struct conte
     return true;
 }
 
+/* Tokens of the longest step: of those that fill the caches, or of one that decodes. */
+static size_t longest_step(const struct bench_arguments *arguments)
+{
+    return arguments->batch > BENCH_FILL_TOKENS ? arguments->batch : BENCH_FILL_TOKENS;
+}
+
 static bool configure(const struct bench_arguments *arguments, const struct bench_kv *kv,
                       pkv_config *config, struct error *error)
 {
-    size_t most = arguments->batch > BENCH_FILL_TOKENS ? arguments->batch : BENCH_FILL_TOKENS;
+    size_t most = longest_step(arguments);
     size_t tokens;
 
     if (__builtin_mul_overflow(arguments->tokens + 1, arguments->batch, &tokens))
@@ -245,7 +251,7 @@ static bool open_operands(const struct bench_arguments *arguments, struct operan
         random_normals(&seed, q, count);
     done = done && bench_operand(arguments, q, count * sizeof *q, &o->q, error) &&
            bench_operand(arguments, NULL, count * sizeof *q, &o->out, error) &&
-           bench_fill_operands(arguments, model, &o->k, &o->v, error);
+           bench_fill_operands(arguments, model, longest_step(arguments), &o->k, &o->v, error);
     free(q);
     return done;
 }

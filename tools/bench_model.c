@@ -276,7 +276,8 @@ static bool run(struct race *race, const struct model *model, struct bench_row *
     uint64_t seed = 42;
 
     race->model = model;
-    if (a->depth > 0 && !bench_fill_operands(a, model, &race->k, &race->v, error))
+    if (a->depth > 0 &&
+        !bench_fill_operands(a, model, BENCH_FILL_TOKENS, &race->k, &race->v, error))
         return false;
     race->prompt = calloc(a->prompt_tokens, sizeof *race->prompt);
     if (race->prompt == NULL)

@@ -339,16 +339,17 @@ bool bench_operand(const struct bench_arguments *arguments, const void *data, si
 }
 
 bool bench_fill_operands(const struct bench_arguments *arguments, const struct model *model,
-                         void **k, void **v, struct error *error)
+                         size_t tokens, void **k, void **v, struct error *error)
 {
-    const size_t count = BENCH_FILL_TOKENS * model->kv_heads * model->head_dim;
+    const size_t blocks = (tokens + RANDOM_PAGE_TOKENS - 1) / RANDOM_PAGE_TOKENS;
+    const size_t count = blocks * RANDOM_PAGE_TOKENS * model->kv_heads * model->head_dim;
     float *keys = malloc(count * sizeof *keys);
     float *values = malloc(count * sizeof *values);
     bool done = (keys != NULL && values != NULL) || error_set(error, "out of memory");
 
     done = done &&
-           random_pages(42, BENCH_FILL_TOKENS / RANDOM_PAGE_TOKENS, model->kv_heads,
-                        model->head_dim, arguments->threads, keys, values, error) &&
+           random_pages(42, blocks, model->kv_heads, model->head_dim, arguments->threads, keys,
+                        values, error) &&
            bench_operand(arguments, keys, count * sizeof *keys, k, error) &&
            bench_operand(arguments, values, count * sizeof *values, v, error);
     free(keys);
