@@ -143,6 +143,16 @@ refuse 1 "the model's context is 40960" model --shape qwen3-8b --prompt-tokens 2
 # shellcheck disable=SC2046 # a thousand caches
 refuse 1 'memory: this takes' model --shape qwen3-8b --prompt-tokens 40000 --predict 2 \
     $(yes -- --kv raw | head -n 1000)
+# 1000 caches of 131,072 bytes a token, and 7.9 GiB of weights; once more those that are laid out anew.
+# shellcheck disable=SC2046
+refuse 1 'memory: this takes' model --shape llama-3.1-8b --prompt-tokens 32768 --predict 1 \
+    $(yes -- --kv raw | head -n 1000)
+most=4009
+if grep -q 'define HAVE_AVX512VNNI_KERNELS 1' "$PUZZLEKV_BUILD/config.h" &&
+    grep -q avx512_vnni /proc/cpuinfo && grep -q '^instruction set: avx512' "$work/version"; then
+    most=4017
+fi
+same 'GiB of a model' "$(sed -n 's/.*takes \(.*\)\.[0-9]* GiB; .*/\1/p' "$work/err")" $most
 mkdir "$work/wide"
 sed 's/\("max_position_embeddings": \)[0-9]*/\12000000000/' "$tiny/config.json" \
     > "$work/wide/config.json"

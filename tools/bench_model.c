@@ -318,10 +318,10 @@ bool bench_model(const struct bench_arguments *arguments, struct error *error)
             !check_context(arguments, model, error) || !check_memory(arguments, model, 0, error))
             goto out;
     } else if (!check_context(arguments, &arguments->model, error) ||
-               !check_memory(arguments, &arguments->model, random_model_bytes(&arguments->model),
-                             error) ||
-               !random_model_open(&arguments->model, arguments->threads, arguments->device == NULL,
-                                  &random, error)) {
+               !random_model_open(&arguments->model, &random, error) ||
+               !check_memory(arguments, &random, random_model_bytes(&random), error) ||
+               (arguments->device == NULL &&
+                !random_model_fill(&random, arguments->threads, error))) {
         goto out;
     }
     if (!run(&race, model != NULL ? model : &random, rows, error))

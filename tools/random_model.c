@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "options.h"
 #include "random_pages.h"
 
 /* A row in Q8_0 is blocks of an f16 scale and 32 signed bytes. */
@@ -82,49 +83,35 @@ static void fill(struct weight *weight, uint64_t seed, unsigned threads)
     }
 }
 
-static char *place(const struct matrix *matrix, char *at, uint64_t seed, unsigned threads)
+/* Its data is NULL. */
+static void describe(const struct matrix *matrix)
 {
     *matrix->weight = (struct weight){.type = QUANT_Q8_0,
                                       .rows = matrix->rows,
                                       .columns = matrix->columns,
-                                      .row_bytes = row_bytes(matrix->columns),
-                                      .data = at};
-    if (at == NULL)
-        return NULL;
-    fill(matrix->weight, seed, threads);
-    return at + matrix->rows * matrix->weight->row_bytes;
+                                      .row_bytes = row_bytes(matrix->columns)};
 }
 
-bool random_model_open(const struct model *shape, unsigned threads, bool weights,
-                       struct model *model, struct error *error)
+bool random_model_open(const struct model *shape, struct model *model, struct error *error)
 {
     size_t most = shape->hidden > shape->head_dim ? shape->hidden : shape->head_dim;
-    struct matrix embedding = {&model->token_embedding, shape->vocabulary, shape->hidden};
-    struct matrix output = {&model->output, shape->vocabulary, shape->hidden};
     float *ones = malloc(most * sizeof *ones);
-    char *at = weights ? malloc(random_model_bytes(shape)) : NULL;
-    uint64_t seed = 1;
 
     *model = *shape;
     model->output_norm = ones;
-    model->token_embedding.data = at;
     model->layers = calloc(shape->layer_count, sizeof *model->layers);
     model->rope_inverse_frequencies =
         calloc(shape->head_dim / 2, sizeof *model->rope_inverse_frequencies);
-    if (ones == NULL || (weights && at == NULL) || model->layers == NULL ||
-        model->rope_inverse_frequencies == NULL)
-        return error_set(error, "out of memory for the weights");
+    if (ones == NULL || model->layers == NULL || model->rope_inverse_frequencies == NULL)
+        return error_set(error, "out of memory for the model");
     for (size_t i = 0; i < most; i++)
         ones[i] = 1;
     for (size_t i = 0; i < shape->head_dim / 2; i++)
         model->rope_inverse_frequencies[i] =
             (float)pow(shape->rope_theta, -2.0 * (double)i / (double)shape->head_dim);
     model->rope_magnitude = 1;
-    at = place(&embedding, at, seed++ << 48, threads);
-    if (shape->tied_output)
-        model->output = model->token_embedding;
-    else
-        at = place(&output, at, seed++ << 48, threads);
+    describe(&(struct matrix){&model->token_embedding, shape->vocabulary, shape->hidden});
+    describe(&(struct matrix){&model->output, shape->vocabulary, shape->hidden});
     for (size_t l = 0; l < shape->layer_count; l++) {
         struct model_layer *layer = &model->layers[l];
         struct matrix list[LAYER_WEIGHTS];
@@ -134,9 +121,47 @@ bool random_model_open(const struct model *shape, unsigned threads, bool weights
             layer->q_norm = layer->k_norm = ones;
         list_layer(shape, layer, list);
         for (size_t i = 0; i < LAYER_WEIGHTS; i++)
-            at = place(&list[i], at, seed++ << 48, threads);
+            describe(&list[i]);
     }
     model->has_weights = true;
+    return true;
+}
+
+/* Fills a matrix in memory that has room from *at on. */
+static bool place(struct weight *weight, char **at, uint64_t seed, unsigned threads,
+                  struct error *error)
+{
+    if (interrupt_seen())
+        return error_set(error, "interrupted");
+    weight->data = *at;
+    fill(weight, seed << 48, threads);
+    *at += weight->rows * weight->row_bytes;
+    return true;
+}
+
+bool random_model_fill(struct model *model, unsigned threads, struct error *error)
+{
+    char *at = malloc(random_model_bytes(model));
+    uint64_t seed = 1;
+
+    model->token_embedding.data = at;
+    if (at == NULL)
+        return error_set(error, "out of memory for the weights");
+    if (!place(&model->token_embedding, &at, seed++, threads, error))
+        return false;
+    if (model->tied_output)
+        model->output = model->token_embedding;
+    else if (!place(&model->output, &at, seed++, threads, error))
+        return false;
+    for (size_t l = 0; l < model->layer_count; l++) {
+        struct matrix list[LAYER_WEIGHTS];
+
+        list_layer(model, &model->layers[l], list);
+        for (size_t i = 0; i < LAYER_WEIGHTS; i++) {
+            if (!place(list[i].weight, &at, seed++, threads, error))
+                return false;
+        }
+    }
     return true;
 }
 
