@@ -135,13 +135,14 @@ static bool check_memory(const struct bench_arguments *arguments, const struct m
     return done;
 }
 
+/* Fails with the cache's message, or with none if interrupted. */
 static bool store_layers(const struct material *m, pkv_step *step, size_t layers)
 {
     const pkv_step_io io = {
         .struct_size = sizeof io, .k = {m->step_k, PKV_F32, 0, 0}, .v = {m->step_v, PKV_F32, 0, 0}};
 
     for (size_t layer = 0; layer < layers; layer++)
-        if (pkv_step_layer(step, layer, &io) != PKV_OK)
+        if (interrupt_seen() || pkv_step_layer(step, layer, &io) != PKV_OK)
             return false;
     return true;
 }
@@ -153,13 +154,14 @@ static bool store(const struct contestant *c, const struct material *m, pkv_cach
     for (size_t done = 0, some; done < pages; done += some) {
         pkv_step *step;
 
-        if (interrupt_seen())
-            return error_set(error, "interrupted");
         some = pages - done < STEP_PAGES ? pages - done : STEP_PAGES;
         if (pkv_step_begin(cache, &(pkv_step_item){seq, some * m->length}, 1, &step) != PKV_OK)
             return error_set(error, "--solver %s: %s", c->solver->name, pkv_cache_message(cache));
         if (!store_layers(m, step, layers) || pkv_step_end(step) != PKV_OK) {
-            error_set(error, "--solver %s: %s", c->solver->name, pkv_cache_message(cache));
+            if (interrupt_seen())
+                error_set(error, "interrupted");
+            else
+                error_set(error, "--solver %s: %s", c->solver->name, pkv_cache_message(cache));
             pkv_step_abort(step);
             return false;
         }
@@ -194,12 +196,12 @@ static bool peer_run(const struct contestant *c, const struct material *m, doubl
         for (size_t i = 0; i < problems_of(m, some) * m->layers; i++) {
             struct problem p = problem_at(m, i % problems_of(m, some));
 
+            if (interrupt_seen())
+                return error_set(error, "interrupted");
             if (!peer_factorize(c->peer, p.x, m->heads * m->dim, m->dim, p.rank, c->left, c->right,
                                 error))
                 return false;
         }
-        if (interrupt_seen())
-            return error_set(error, "interrupted");
     }
     *seconds = machine_seconds() - start;
     return true;
