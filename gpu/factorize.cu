@@ -349,8 +349,8 @@ __device__ static void sort(const struct problem *p)
     __syncthreads();
 }
 
-/* Column c of L = Q Y: the log backwards on a unit vector, then the reflections; of length 1, its
- * entry of largest magnitude positive. */
+/* Column c of L = Q Y: the log backwards on SOLVER_UNIT times a unit vector, then the reflections;
+ * in the end of length 1, its entry of largest magnitude positive. */
 __device__ static void make_column(const struct problem *p, unsigned sweeps, unsigned logged,
                                    unsigned c)
 {
@@ -361,7 +361,7 @@ __device__ static void make_column(const struct problem *p, unsigned sweeps, uns
     float square, factor;
 
     for (unsigned i = 0; i < p->length; i++)
-        left[i * ld] = p->order[i] == c ? 1.0f : 0.0f;
+        left[i * ld] = p->order[i] == c ? SOLVER_UNIT : 0.0f;
     for (unsigned t = sweeps; t-- > 0;) {
         const unsigned begin = p->rows[t] >> 16;
         const unsigned end = p->rows[t] & 0xffff;
@@ -1069,7 +1069,7 @@ __global__ static void __launch_bounds__(32)
     sort_of_warp(shared + places.values, order);
     __syncthreads();
     for (unsigned i = 0; i < LENGTH; i++)
-        column[i * 32] = order[h * LENGTH + i] == c ? 1.0f : 0.0f;
+        column[i * 32] = order[h * LENGTH + i] == c ? SOLVER_UNIT : 0.0f;
     make_column_of_lane(&batch, pair + h, column);
     finish_column(column, left);
     __syncthreads();

@@ -389,7 +389,18 @@ static void eigenvalues(size_t length, size_t d, const float *x, double *values)
     free(g);
 }
 
-enum kind { RANDOM, ZERO, CONSTANT, DEFICIENT, DUPLICATE, GRADED, CLUSTERED, ONE_ROW, KINDS };
+enum kind {
+    RANDOM,
+    ZERO,
+    CONSTANT,
+    DEFICIENT,
+    DUPLICATE,
+    GRADED,
+    CLUSTERED,
+    ONE_ROW,
+    CHAIN,
+    KINDS
+};
 
 /* Returns the page's rank where that follows from its kind, else 0: for eigenvalues() to find. */
 static size_t make_page(enum kind kind, size_t length, size_t d, float scale, float *x)
@@ -435,6 +446,14 @@ static size_t make_page(enum kind kind, size_t length, size_t d, float scale, fl
         for (size_t i = 0; i < d; i++)
             x[(length - 1) * d + i] = -scale;
         return 1;
+    case CHAIN: /* rows that hardly know the next one: products of their rotations are below 2^-149
+                 */
+        memset(x, 0, length * d * sizeof *x);
+        for (size_t t = 0; t < length; t++) {
+            x[t * d + t % d] = scale * (1 + (float)t / 32);
+            x[t * d + (t + 1) % d] += scale * (t % 3 == 0 ? -0x1p-20f : 0x1p-20f);
+        }
+        break;
     default:
         break;
     }
