@@ -104,6 +104,8 @@ if [ -e "$PUZZLEKV_BUILD/tests/cuda_host/modules/puzzlekv-cuda.so" ]; then
     document model model --shape smollm2-135m --depth 40 --prompt-tokens 9 --predict 3 --repeats 1 \
         --backend cuda
     same 'isa of model' "$(value model isa)" sm_90
+    refuse 1 'the cache of 100006 tokens: CUDA device 0: out of memory: dense page slots: ' model \
+        --shape llama-3.1-8b --depth 100000 --prompt-tokens 4 --predict 2 --kv raw --backend cuda
     # A model's weights are on the device, and its tokens are decoded by a graph.
     document tiny model "$data" --prompt-tokens 70 --predict 30 --repeats 1 --backend cuda
     same 'ratio of raw' "$(value tiny results.0.kv_ratio)" 1.0

@@ -27,7 +27,7 @@ bool dense_rows_open(struct dense_rows *rows, const struct kv_store_options *opt
     rows->v = malloc(rows->bytes / 2);
     if (rows->k == NULL || rows->v == NULL) {
         dense_rows_close(rows);
-        return error_set(error, "the cache: out of memory; --ctx sets for how many tokens");
+        return error_set(error, "the cache of %zu tokens: out of memory", options->max_tokens);
     }
     return true;
 }

@@ -26,7 +26,7 @@ bool kept_rows_open(struct kept_rows *kept, const struct kv_store_options *optio
     kept->bytes = kept->rows.bytes + positions + order;
     if (kept->positions == NULL || kept->order == NULL) {
         kept_rows_close(kept);
-        return error_set(error, "the cache: out of memory; --ctx sets for how many tokens");
+        return error_set(error, "the cache of %zu tokens: out of memory", options->max_tokens);
     }
     return true;
 }

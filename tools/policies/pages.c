@@ -262,9 +262,10 @@ bool pages_open_cache(const struct kv_spec *spec, const struct kv_store_options 
     config.threads = options->threads;
     device_configure(options->device, &config);
     status = pkv_cache_open(&config, cache, message);
+    if (status == PKV_ERROR_MEMORY)
+        return error_set(error, "the cache of %zu tokens: %s", options->max_tokens, message);
     if (status != PKV_OK)
-        return error_set(error, "the cache: %s%s", message,
-                         status == PKV_ERROR_MEMORY ? "; --ctx sets for how many tokens" : "");
+        return error_set(error, "the cache: %s", message);
     return pages_check(*cache, pkv_seq_open(*cache, seq), error);
 }
 
