@@ -7,10 +7,15 @@
 set -eu
 
 version=0.3.36
-[ $# -eq 1 ] || {
+usage() {
     echo "usage: build-llama-bench.sh FOLDER" >&2
     exit 2
 }
+
+[ $# -eq 1 ] || usage
+case $1 in
+-*) usage ;;
+esac
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 program=$folder/build/bin/llama-bench
