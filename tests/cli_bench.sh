@@ -68,6 +68,8 @@ grep -q ',qwen3-8b,96,"puzzle:rk=2,rv=1",[0-9]*,14155776,0\.[0-9]*$' "$work/csv"
 refuse 2 'is not a whole number' attention --shape qwen3-8b --tokens 9 --batch 0
 refuse 2 'is not a whole number' attention --shape qwen3-8b --tokens 9 --repeats 0
 refuse 2 "attention takes the library's own" attention --shape qwen3-8b --tokens 9 --kv static
+refuse 2 "attention takes the library's own" attention --shape qwen3-8b --tokens 9 \
+    --kv puzzle:rope=pre
 refuse 1 'memory: this takes' attention --shape qwen3-8b --tokens 2000000000
 document attention attention --shape smollm2-135m --tokens 101 --batch 2 --repeats 2 -t 1 \
     --kv puzzle --kv raw:page=16

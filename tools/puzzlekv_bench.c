@@ -247,16 +247,12 @@ static bool check(const struct command *command, void *arguments, struct error *
         if (a->backend == DEVICE_CUDA ? i == 0 : bench_solvers[i].on_cpu)
             a->solvers[a->solver_count++] = &bench_solvers[i];
     for (size_t i = 0; i < a->kv_count && a->shape != NULL; i++) {
-        const struct policy *policy;
-
         if (!kv_spec_resolve(&a->kv[i].spec, &a->model, error))
             return false;
-        policy = a->kv[i].spec.policy;
-        if (command->own == &attention_command && policy != &policy_puzzle &&
-            policy != &policy_puzzle_int4 && policy != &policy_raw)
+        if (command->own == &attention_command && !pages_serve(&a->kv[i].spec))
             return error_set(error,
-                             "--kv %.80s: attention takes the library's own, puzzle, puzzle-int4 "
-                             "and raw",
+                             "--kv %.80s: attention takes the library's own: raw, and puzzle and "
+                             "puzzle-int4 with rope=post",
                              a->kv[i].text);
     }
     for (size_t i = 0; i < a->kv_count; i++) {
