@@ -446,8 +446,7 @@ static size_t make_page(enum kind kind, size_t length, size_t d, float scale, fl
         for (size_t i = 0; i < d; i++)
             x[(length - 1) * d + i] = -scale;
         return 1;
-    case CHAIN: /* rows that hardly know the next one: products of their rotations are below 2^-149
-                 */
+    case CHAIN: /* of which many rotations in turn make less than 2^-149 */
         memset(x, 0, length * d * sizeof *x);
         for (size_t t = 0; t < length; t++) {
             x[t * d + t % d] = scale * (1 + (float)t / 32);
