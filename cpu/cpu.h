@@ -63,12 +63,13 @@ struct cpu_step {
     size_t state_floats; /* of one */
     double multiplies;   /* of one layer's attention, about */
 
+    size_t factorize_layers; /* whose problems are solved at once, at the first one's turn */
     size_t chunk;  /* problems that are factorized together, by one thread unless with LAPACK */
     double *gram;  /* LAPACK: [chunk][P, P], then eigenvectors */
     double *eigen; /* [chunk][P] */
     double *work;  /* LAPACK's; iwork of lapack_int */
     void *iwork;
-    unsigned char *overflow; /* [of a layer]: the factors do not fit the storage type */
+    unsigned char *overflow; /* [of these layers]: the factors do not fit the storage type */
     double factorize_seconds;
     uint64_t capped_pages;
 

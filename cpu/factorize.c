@@ -37,25 +37,36 @@ static size_t padded_rank(size_t rank)
     return (rank + TILE - 1) / TILE * TILE;
 }
 
-/* One eigenvalue problem: K or V of one KV head of one job. */
+/* One eigenvalue problem: K or V of one layer and KV head of one job. */
 struct problem {
     const struct page_job *job;
+    size_t layer;
     size_t kv_head;
     bool is_key;
     size_t rank;
 };
 
-/* In the order in which faults are reported: item, page, head, K before V. */
+/* Problems of one layer. */
+static size_t layer_problems(const struct backend *backend)
+{
+    return backend->step.n_factor * backend->geometry->kv_heads * 2;
+}
+
+/* Number `number` from those of `layer` on, in the order in which faults are reported: layer, item,
+ * page, head, K before V. */
 static struct problem problem_at(const struct backend *backend, size_t layer, size_t number)
 {
     const struct geometry *geometry = backend->geometry;
     const struct cpu_step *step = &backend->step;
+    const size_t of_layer = number % layer_problems(backend);
     struct problem problem;
 
-    problem.job = &step->jobs[step->n_dense + number / (2 * geometry->kv_heads)];
-    problem.kv_head = number / 2 % geometry->kv_heads;
-    problem.is_key = number % 2 == 0;
-    problem.rank = problem.is_key ? geometry->rank_k[layer] : geometry->rank_v[layer];
+    problem.job = &step->jobs[step->n_dense + of_layer / (2 * geometry->kv_heads)];
+    problem.layer = layer + number / layer_problems(backend);
+    problem.kv_head = of_layer / 2 % geometry->kv_heads;
+    problem.is_key = of_layer % 2 == 0;
+    problem.rank =
+        problem.is_key ? geometry->rank_k[problem.layer] : geometry->rank_v[problem.layer];
     return problem;
 }
 
@@ -71,10 +82,16 @@ static size_t iwork_length(size_t length)
     return 3 + 5 * length;
 }
 
-/* Problems of one layer. */
-static size_t count_problems(const struct backend *backend)
+/* Whether the pages are in the cache already, as while decoding: then there are few problems of a
+ * layer, and those of all layers fill the solver's batches together. */
+static bool all_layers_at_once(const struct backend *backend)
 {
-    return backend->step.n_factor * backend->geometry->kv_heads * 2;
+    const struct cpu_step *step = &backend->step;
+
+    for (size_t i = 0; i < step->n_factor; i++)
+        if (step->jobs[step->n_dense + i].change->new_tokens > 0)
+            return false;
+    return true;
 }
 
 static size_t largest_rank(const struct geometry *geometry)
@@ -155,10 +172,13 @@ static pkv_status allocate_lapack(struct backend *backend, size_t total)
 pkv_status factorize_step_begin(struct backend *backend)
 {
     struct cpu_step *step = &backend->step;
-    size_t total = count_problems(backend);
+    size_t total;
 
-    if (total == 0)
+    if (step->n_factor == 0)
         return PKV_OK;
+    /* Sizes do not wrap: each layer has slots for its pages. */
+    step->factorize_layers = all_layers_at_once(backend) ? backend->geometry->layers : 1;
+    total = step->factorize_layers * layer_problems(backend);
     step->overflow = memory_allocate(backend->memory, total, 1);
     if (!step->overflow)
         return fail(backend->message, PKV_ERROR_MEMORY, "cannot allocate the state of %zu pages",
@@ -261,17 +281,17 @@ static double *thread_scratch(const struct backend *backend)
     return (double *)(void *)(step->scratch + cpu_thread() * step->factorize_bytes);
 }
 
-static void gather_wide(const struct backend *backend, size_t layer, struct problem problem,
-                        float *narrow, double *transposed)
+static void gather_wide(const struct backend *backend, struct problem problem, float *narrow,
+                        double *transposed)
 {
     const size_t n = backend->geometry->head_dim * backend->geometry->policy.page_tokens;
 
-    store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, narrow);
+    store_gather(backend, problem.layer, problem.kv_head, problem.job, problem.is_key, narrow);
     for (size_t i = 0; i < n; i++)
         transposed[i] = narrow[i];
 }
 
-/* Problem first + i of a layer, the chunk's number i: its Gram matrix. */
+/* Problem first + i, the chunk's number i: its Gram matrix. */
 static void prepare(const struct backend *backend, size_t layer, size_t first, size_t i)
 {
     const size_t d = backend->geometry->head_dim;
@@ -279,7 +299,7 @@ static void prepare(const struct backend *backend, size_t layer, size_t first, s
     struct problem problem = problem_at(backend, layer, first + i);
     double *transposed = thread_scratch(backend);
 
-    gather_wide(backend, layer, problem, (float *)(void *)(transposed + d * length), transposed);
+    gather_wide(backend, problem, (float *)(void *)(transposed + d * length), transposed);
     gram_matrix(length, d, transposed, backend->step.gram + i * length * length);
 }
 
@@ -298,12 +318,12 @@ static void finish(const struct backend *backend, size_t layer, size_t first, si
     size_t carrying = leading_columns(length, problem.rank, ld, step->gram + i * length * length,
                                       step->eigen + i * length, left);
 
-    gather_wide(backend, layer, problem, narrow, transposed);
+    gather_wide(backend, problem, narrow, transposed);
     project(length, d, carrying, ld, transposed, left, right);
     for (size_t j = 0; j < (length + d) * ld; j++)
         narrow[j] = (float)left[j];
     step->overflow[first + i] =
-        !store_put_factors(backend, layer, problem.kv_head, problem.job->change->to.slot,
+        !store_put_factors(backend, problem.layer, problem.kv_head, problem.job->change->to.slot,
                            problem.is_key, narrow, narrow + length * ld, ld);
 }
 
@@ -314,7 +334,7 @@ static pkv_status fail_at(struct backend *backend, pkv_status status, size_t lay
 {
     struct problem problem = problem_at(backend, layer, number);
 
-    return fail(backend->message, status, "layer %zu, KV head %zu, page %zu: %s: %s", layer,
+    return fail(backend->message, status, "layer %zu, KV head %zu, page %zu: %s: %s", problem.layer,
                 problem.kv_head, problem.job->change->page, problem.is_key ? "K" : "V", what);
 }
 
@@ -372,7 +392,7 @@ static pkv_status check_factors(struct backend *backend, size_t layer, size_t fi
 static pkv_status factorize_with_lapack(struct backend *backend, size_t layer)
 {
     const struct cpu_step *step = &backend->step;
-    const size_t total = count_problems(backend);
+    const size_t total = step->factorize_layers * layer_problems(backend);
 
     for (size_t first = 0; first < total; first += step->chunk) {
         size_t n = cpu_min(step->chunk, total - first);
@@ -413,7 +433,7 @@ static size_t factorize_batch(const struct backend *backend, size_t layer, size_
         struct problem problem = problem_at(backend, layer, first + i);
         float *page = transposed + i * d * length;
 
-        store_gather(backend, layer, problem.kv_head, problem.job, problem.is_key, page);
+        store_gather(backend, problem.layer, problem.kv_head, problem.job, problem.is_key, page);
         solver->add(&batch, i, problem.rank, d, page);
     }
     solver->solve(&batch);
@@ -422,7 +442,7 @@ static size_t factorize_batch(const struct backend *backend, size_t layer, size_
 
         solver->project(&batch, i, d, transposed + i * d * length, right);
         step->overflow[first + i] = !store_put_factors(
-            backend, layer, problem.kv_head, problem.job->change->to.slot, problem.is_key,
+            backend, problem.layer, problem.kv_head, problem.job->change->to.slot, problem.is_key,
             solver_left(&batch, i), right, solver_padded(problem.rank));
     }
     return batch.capped;
@@ -431,7 +451,7 @@ static size_t factorize_batch(const struct backend *backend, size_t layer, size_
 static pkv_status factorize_in_batches(struct backend *backend, size_t layer)
 {
     const struct cpu_step *step = &backend->step;
-    const size_t total = count_problems(backend);
+    const size_t total = step->factorize_layers * layer_problems(backend);
     uint64_t capped = 0;
 
 #pragma omp parallel num_threads(step->factorize_threads) reduction(+ : capped) if (total > step->chunk)
@@ -461,7 +481,7 @@ pkv_status factorize_run(struct backend *backend, size_t layer)
     double begin;
     pkv_status status;
 
-    if (backend->step.n_factor == 0)
+    if (backend->step.n_factor == 0 || layer % backend->step.factorize_layers > 0)
         return PKV_OK;
     begin = wall_seconds();
     status = backend->geometry->solver == PKV_SOLVER_LAPACK ? factorize_with_lapack(backend, layer)

@@ -99,7 +99,8 @@ struct backend_ops {
     /*
      * Checks and rounds K and V, attends, stores. Strides in `io` are already resolved (never 0),
      * pointers checked. On PKV_ERROR_VALUE or PKV_ERROR_SOLVER `message` names layer, KV head,
-     * page and K or V of the first fault in layer, item, page, head order. A backend that computes
+     * page and K or V of the first fault in layer, item, page, head order. Pages without new
+     * tokens may be factorized, and fail, for all layers with the first. A backend that computes
      * beside its caller may leave that to step_end.
      */
     pkv_status (*step_layer)(struct backend *backend, size_t layer, const pkv_step_io *io);

@@ -872,6 +872,47 @@ START_TEST(values_that_are_not_finite)
 }
 END_TEST
 
+/* A page that was in range when it came, and whose factors are not when it leaves the window: the
+ * message names its layer, whenever that is found, and the sequence stays as it was. */
+START_TEST(factors_overflow_while_decoding)
+{
+    struct world *world = world_new(_i);
+    struct rows *rows = malloc(sizeof *rows);
+    struct part part = {NULL, 3, 1};
+    pkv_status status = PKV_OK;
+
+    world->config.dtype = PKV_F16;
+    world_open(world);
+    part.seq = open_seq(world);
+    while (status == PKV_OK) {
+        struct snapshot before = take_snapshot(world);
+        size_t token = pkv_seq_tokens(part.seq);
+        pkv_step *step;
+
+        ck_assert_uint_lt(token, 10 * PAGE);
+        ck_assert_int_eq(begin(world, &part, 1, &step), PKV_OK);
+        for (size_t layer = 0; layer < LAYERS && status == PKV_OK; layer++) {
+            pkv_step_io io = packed_io(rows);
+
+            fill_rows(world, &part, 1, layer, rows);
+            for (size_t i = DIM; i < 2 * DIM && layer == 1 && token / PAGE == 2; i++)
+                rows->k[i] = 40000;
+            status = tests_step_layer(step, layer, &io);
+        }
+        if (status == PKV_OK)
+            status = pkv_step_end(step);
+        if (status == PKV_OK)
+            continue;
+        ck_assert_int_eq(status, PKV_ERROR_VALUE);
+        check_message(world, "layer 1, KV head 1, page 2: K: its factors overflow");
+        pkv_step_abort(step);
+        check_unchanged(world, &before);
+    }
+    free(rows);
+    world_close(world);
+}
+END_TEST
+
 /* ---- One content, one digest ---- */
 
 static size_t next_step(uint32_t *random, size_t left)
@@ -1327,6 +1368,7 @@ int main(void)
     tcase_add_loop_test(test, memory_fails_anywhere, 0, BACKENDS);
     tcase_add_test(test, backend_fails);
     tcase_add_loop_test(test, values_that_are_not_finite, 0, BACKENDS);
+    tcase_add_loop_test(test, factors_overflow_while_decoding, CPU, BACKENDS);
     tcase_add_loop_test(test, any_split, 0, BACKENDS);
     tcase_add_loop_test(test, beside_others, 0, BACKENDS);
     tcase_add_loop_test(test, eight_caches_in_eight_threads, 0, BACKENDS);
