@@ -18,12 +18,16 @@
 int tests_run(Suite *suite)
 {
     SRunner *runner = srunner_create(suite);
-    int failed;
+    int run, failed;
 
     srunner_run_all(runner, CK_ENV);
+    run = srunner_ntests_run(runner);
     failed = srunner_ntests_failed(runner);
     srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+    if (run == 0)
+        fprintf(stderr,
+                "nothing was run: CK_RUN_SUITE or CK_RUN_CASE names no suite or case here\n");
+    return run > 0 && failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }
 
 /* ---- Backends ---- */
@@ -46,15 +50,21 @@ int tests_run_on_backends(Suite *(*make)(void))
 {
     const char *chosen = getenv("PUZZLEKV_TEST_BACKEND");
     int status = EXIT_SUCCESS;
+    bool known = false;
 
     for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
         if (chosen && strcmp(chosen, backends[i]->name) != 0)
             continue;
+        known = true;
         tests_backend = backends[i];
         printf("backend %s\n", tests_backend->name);
         fflush(stdout);
         if (tests_run(make()) != EXIT_SUCCESS)
             status = EXIT_FAILURE;
+    }
+    if (!known) {
+        fprintf(stderr, "PUZZLEKV_TEST_BACKEND=%s: this build has no such backend\n", chosen);
+        status = EXIT_FAILURE;
     }
     return status;
 }
