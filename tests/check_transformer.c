@@ -616,10 +616,9 @@ START_TEST(test_shared_step_fails)
 }
 END_TEST
 
-static Suite *suite_on_cpu(void)
+static TCase *case_on_cpu(void)
 {
-    Suite *suite = suite_create("transformer");
-    TCase *tests = tcase_create("transformer");
+    TCase *tests = tcase_create("cpu");
 
     tcase_add_loop_test(tests, test_raw_logits, 0, 2);
     tcase_add_loop_test(tests, test_variant_logits, 0, (int)VARIANTS);
@@ -634,8 +633,7 @@ static Suite *suite_on_cpu(void)
     tcase_add_loop_test(tests, test_bad_tokens, 0, 2);
     tcase_add_loop_test(tests, test_shared_step, 0, 2);
     tcase_add_loop_test(tests, test_shared_step_fails, 0, 2);
-    suite_add_tcase(suite, tests);
-    return suite;
+    return tests;
 }
 
 #ifdef HAVE_CUDA_HOST
@@ -698,11 +696,16 @@ START_TEST(test_shared_step_on_device)
 }
 END_TEST
 
-static Suite *suite_on_device(void)
+static void go_on_device(void)
 {
-    Suite *suite = suite_create("transformer on a device");
+    on_device = true;
+}
+
+static TCase *case_on_device(void)
+{
     TCase *tests = tcase_create("device");
 
+    tcase_add_checked_fixture(tests, go_on_device, NULL);
     tcase_add_loop_test(tests, test_raw_logits, 0, 2);
     tcase_add_loop_test(tests, test_variant_logits, 0, (int)VARIANTS);
     tcase_add_test(tests, test_gguf_logits);
@@ -713,24 +716,22 @@ static Suite *suite_on_device(void)
     tcase_add_loop_test(tests, test_interrupt, 0, 2);
     tcase_add_loop_test(tests, test_bad_tokens, 0, 2);
     tcase_add_loop_test(tests, test_shared_step_on_device, 0, 2);
-    suite_add_tcase(suite, tests);
-    return suite;
+    return tests;
 }
 #endif
 
 int main(void)
 {
-    int status;
+    Suite *suite = suite_create("transformer");
 
     machine_start_blas("check_transformer");
-    status = tests_run(suite_on_cpu());
+    suite_add_tcase(suite, case_on_cpu());
 #ifdef HAVE_CUDA_HOST
     char folder[4096];
 
     snprintf(folder, sizeof folder, "%s/tests/cuda_host/modules", getenv("PUZZLEKV_BUILD"));
     setenv("PUZZLEKV_MODULES", folder, 1);
-    on_device = true;
-    status |= tests_run(suite_on_device());
+    suite_add_tcase(suite, case_on_device());
 #endif
-    return status;
+    return tests_run(suite);
 }
