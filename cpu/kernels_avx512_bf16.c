@@ -248,8 +248,8 @@ static void softmax_bf16(size_t rows, size_t n, const uint32_t *valid, float *s,
  * registers: few rows would spend more time on their beginnings and ends than on products. For
  * pages of 32 tokens, ranks of up to 16 and a d that is made of whole panels. Two factorized pages
  * are computed side by side, as one waits for its own results most of the time. Every load fetches
- * what lies at the same place in a page to come: the hardware's prefetcher is too late for what
- * other caches hold.
+ * what lies at the same place in a page to come, into the second-level cache, which has room for
+ * more requests on their way: the hardware's prefetcher is too late for what other caches hold.
  */
 #define FEW_ROWS  8 /* more than this many wait for each other less */
 #define FEW       4 /* at a time */
@@ -283,7 +283,7 @@ INLINE vector_u32 few_load(const struct few_matrix *b, size_t page, size_t p, si
 {
     const char *pairs = b->page[page].data + p * b->row_bytes;
 
-    _mm_prefetch(pairs + j * LANES * sizeof(uint32_t) + b->page[page].ahead, _MM_HINT_T0);
+    _mm_prefetch(pairs + j * LANES * sizeof(uint32_t) + b->page[page].ahead, _MM_HINT_T1);
     return load_pairs(pairs, j);
 }
 

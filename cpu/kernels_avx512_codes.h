@@ -155,13 +155,13 @@ INLINE __m512 narrow(size_t rows, const __m512 x[FEW], narrow_words words)
     return _mm512_scalef_ps(one, exponent);
 }
 
-/* Part number i of n of a page's bytes into the cache. */
+/* Part number i of n of a page's bytes into the second-level cache. */
 INLINE void prefetch(const unsigned char *page, size_t bytes, size_t i, size_t n)
 {
     const size_t lines = (bytes + n * CACHE_LINE - 1) / (n * CACHE_LINE);
 
     for (size_t j = 0; j < lines; j++)
-        _mm_prefetch((const char *)page + (i * lines + j) * CACHE_LINE, _MM_HINT_T0);
+        _mm_prefetch((const char *)page + (i * lines + j) * CACHE_LINE, _MM_HINT_T1);
 }
 
 INLINE void codes_zero(size_t rows, __m512i sum[FEW][2])

@@ -12,7 +12,8 @@
 #include "options.h"
 
 /* As far ahead memory is asked for: processors that wait for their own prefetching, which stops at
- * the ends of pages, read at no more than half of what they can. */
+ * the ends of pages, read at no more than half of what they can. Of the second-level cache, which
+ * takes more requests at a time than the first. */
 #define AHEAD ((size_t)4 << 10)
 
 /* What one addition takes; the compiler splits it into the vectors that it has. */
@@ -59,8 +60,8 @@ static void sum_up(const block *from, size_t count)
     block even = {0}, odd = {0};
 
     for (size_t i = 0; i + 2 <= count; i += 2) {
-        __builtin_prefetch((const char *)(from + i) + AHEAD);
-        __builtin_prefetch((const char *)(from + i + 1) + AHEAD);
+        __builtin_prefetch((const char *)(from + i) + AHEAD, 0, 2);
+        __builtin_prefetch((const char *)(from + i + 1) + AHEAD, 0, 2);
         even += from[i];
         odd += from[i + 1];
     }
