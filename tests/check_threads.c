@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* Threads: each with a cache of its own, and several with one cache and a lock. Whatever the others
- * do, a sequence comes to hold what it holds when it is alone. */
-#include "tests.h"
+ * do, a sequence comes to hold what it holds when it is alone. On every backend. */
+#include "cache.h"
+
+#include "tests.h" /* after message.h: see there */
 
 #include <pthread.h>
 #include <stdint.h>
@@ -99,21 +101,21 @@ static void step(struct worker *worker, pkv_seq *seq, size_t tokens)
             k[i] = (float)(int32_t)next(worker) * 0x1p-31f;
             v[i] = (float)(int32_t)next(worker) * 0x1p-31f;
         }
-        expect(pkv_step_layer(open, layer, &io) == PKV_OK);
+        expect(tests_step_layer(open, layer, &io) == PKV_OK);
         mix(worker, out, tokens * QUERY_HEADS * DIM * sizeof *out);
     }
     expect(pkv_step_end(open) == PKV_OK);
     unlock(worker);
 }
 
-struct memory {
+struct buffer {
     unsigned char data[1 << 19];
     size_t size, at;
 };
 
 static int write_memory(void *opaque, const void *data, size_t bytes)
 {
-    struct memory *memory = opaque;
+    struct buffer *memory = opaque;
 
     if (bytes > sizeof memory->data - memory->size)
         return -1;
@@ -124,7 +126,7 @@ static int write_memory(void *opaque, const void *data, size_t bytes)
 
 static ptrdiff_t read_memory(void *opaque, void *data, size_t bytes)
 {
-    struct memory *memory = opaque;
+    struct buffer *memory = opaque;
 
     if (bytes > memory->size - memory->at)
         bytes = memory->size - memory->at;
@@ -136,7 +138,7 @@ static ptrdiff_t read_memory(void *opaque, void *data, size_t bytes)
 /* Gives the sequence up for what it was saved as. */
 static pkv_seq *reload(struct worker *worker, pkv_seq *seq)
 {
-    struct memory *memory = calloc(1, sizeof *memory);
+    struct buffer *memory = calloc(1, sizeof *memory);
     const pkv_writer writer = {write_memory, memory};
     const pkv_reader reader = {read_memory, memory};
     pkv_session session = {sizeof session, "m", NULL, 0};
@@ -165,7 +167,7 @@ static void *work(void *opaque)
 
     worker->random = worker->seed;
     if (own)
-        expect(pkv_cache_open(&worker->config, &worker->cache, NULL) == PKV_OK);
+        expect(cache_open_with(tests_backend, &worker->config, &worker->cache, NULL) == PKV_OK);
     lock(worker);
     expect(pkv_seq_open(worker->cache, &seq) == PKV_OK);
     unlock(worker);
@@ -257,7 +259,7 @@ START_TEST(one_cache)
 }
 END_TEST
 
-int main(void)
+static Suite *make_suite(void)
 {
     Suite *suite = suite_create("threads");
     TCase *test = tcase_create("threads");
@@ -265,5 +267,10 @@ int main(void)
     tcase_add_loop_test(test, a_cache_each, 1, 3);
     tcase_add_loop_test(test, one_cache, 1, 3);
     suite_add_tcase(suite, test);
-    return tests_run(suite);
+    return suite;
+}
+
+int main(void)
+{
+    return tests_run_on_backends(make_suite);
 }
