@@ -327,6 +327,7 @@ void cuda_host_meet(struct cuda_host_site site, unsigned mask, void *mine,
 void cuda_host_copy_later(const struct cuda_host_copy &copy)
 {
     running->threads[running->current].copies.push_back(copy);
+    fiber_writes(copy.to, 16);
     memset(copy.to, 0xff, 16);
 }
 
@@ -335,10 +336,13 @@ void wait_for_copies(void)
     std::vector<struct cuda_host_copy> *copies = &running->threads[running->current].copies;
 
     for (const struct cuda_host_copy &copy : *copies) {
-        if (copy.from)
+        fiber_writes(copy.to, 16);
+        if (copy.from) {
+            fiber_reads(copy.from, 16);
             memcpy(copy.to, copy.from, 16);
-        else
+        } else {
             memset(copy.to, 0, 16);
+        }
     }
     copies->clear();
 }

@@ -175,6 +175,8 @@ extern "C" void *__tsan_create_fiber(unsigned flags) __attribute__((weak));
 extern "C" void __tsan_switch_to_fiber(void *fiber, unsigned flags) __attribute__((weak));
 extern "C" void __tsan_acquire(void *address) __attribute__((weak));
 extern "C" void __tsan_release(void *address) __attribute__((weak));
+extern "C" void __tsan_read_range(void *address, unsigned long size) __attribute__((weak));
+extern "C" void __tsan_write_range(void *address, unsigned long size) __attribute__((weak));
 extern "C" void AnnotateIgnoreReadsBegin(const char *file, int line) __attribute__((weak));
 extern "C" void AnnotateIgnoreReadsEnd(const char *file, int line) __attribute__((weak));
 extern "C" void AnnotateIgnoreWritesBegin(const char *file, int line) __attribute__((weak));
@@ -195,6 +197,18 @@ void fiber_acquire(void *sync)
 {
     if (fiber_threads())
         __tsan_acquire(sync);
+}
+
+void fiber_reads(const void *p, size_t bytes)
+{
+    if (fiber_threads())
+        __tsan_read_range(const_cast<void *>(p), bytes);
+}
+
+void fiber_writes(void *p, size_t bytes)
+{
+    if (fiber_threads())
+        __tsan_write_range(p, bytes);
 }
 
 void fiber_ignore(bool begin)

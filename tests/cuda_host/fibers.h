@@ -25,11 +25,14 @@ void fiber_switch(struct fiber *from, struct fiber *to, bool dies);
 /*
  * To ThreadSanitizer, where the program was linked with it, each fiber is a thread, and switching
  * orders nothing: what comes before a release comes before what follows an acquire of the same
- * address, and accesses between the two calls of fiber_ignore() race with none.
+ * address, and accesses between the two calls of fiber_ignore() race with none. Of what these files
+ * do for a kernel's thread, which are not built with it, fiber_reads() and fiber_writes() tell.
  */
 bool fiber_threads(void);
 void fiber_release(void *sync);
 void fiber_acquire(void *sync);
 void fiber_ignore(bool begin);
+void fiber_reads(const void *p, size_t bytes);
+void fiber_writes(void *p, size_t bytes);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* What a whole warp does at once, and pairs of 16-bit numbers. */
 #include "block.h"
+#include "fibers.h"
 
 extern "C" {
 #include "numeric.h"
@@ -164,6 +165,7 @@ template <typename T> static T load(const void *p)
 
     if ((uintptr_t)p % sizeof value != 0)
         cuda_host_stop("a load of %zu bytes from %p, which is not aligned", sizeof value, p);
+    fiber_reads(p, sizeof value);
     memcpy(&value, p, sizeof value);
     return value;
 }
