@@ -70,6 +70,13 @@ static struct problem problem_at(const struct backend *backend, size_t layer, si
     return problem;
 }
 
+/* Problems of the layers that are solved at once. Sizes do not wrap: each layer has slots for its
+ * pages. */
+static size_t count_problems(const struct backend *backend)
+{
+    return backend->step.factorize_layers * layer_problems(backend);
+}
+
 /* ---- Steps ---- */
 
 static size_t work_length(size_t length)
@@ -176,9 +183,8 @@ pkv_status factorize_step_begin(struct backend *backend)
 
     if (step->n_factor == 0)
         return PKV_OK;
-    /* Sizes do not wrap: each layer has slots for its pages. */
     step->factorize_layers = all_layers_at_once(backend) ? backend->geometry->layers : 1;
-    total = step->factorize_layers * layer_problems(backend);
+    total = count_problems(backend);
     step->overflow = memory_allocate(backend->memory, total, 1);
     if (!step->overflow)
         return fail(backend->message, PKV_ERROR_MEMORY, "cannot allocate the state of %zu pages",
@@ -392,7 +398,7 @@ static pkv_status check_factors(struct backend *backend, size_t layer, size_t fi
 static pkv_status factorize_with_lapack(struct backend *backend, size_t layer)
 {
     const struct cpu_step *step = &backend->step;
-    const size_t total = step->factorize_layers * layer_problems(backend);
+    const size_t total = count_problems(backend);
 
     for (size_t first = 0; first < total; first += step->chunk) {
         size_t n = cpu_min(step->chunk, total - first);
@@ -451,7 +457,7 @@ static size_t factorize_batch(const struct backend *backend, size_t layer, size_
 static pkv_status factorize_in_batches(struct backend *backend, size_t layer)
 {
     const struct cpu_step *step = &backend->step;
-    const size_t total = step->factorize_layers * layer_problems(backend);
+    const size_t total = count_problems(backend);
     uint64_t capped = 0;
 
 #pragma omp parallel num_threads(step->factorize_threads) reduction(+ : capped) if (total > step->chunk)

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* The kernels that only move and round elements: a part of kernels_body.h, which includes it. */
 
+#include "interleave.h"
+
 #define QUADS (LANES / 4)
 
 typedef float quad_f32 __attribute__((vector_size(16)));
@@ -178,28 +180,19 @@ static bool pairs_from_f32(size_t rows, size_t n, const float *from, size_t from
     return !any_sign(bad);
 }
 
-/* Elements of a and b in turns: every other one of both, and all from the first halves or from the
- * second ones. */
+/* Every other element of a, then of b. */
 #if LANES == 4
 #define EVERY_OTHER(a, b, first)                                                                   \
     __builtin_shufflevector(a, b, first, 2 + first, 4 + first, 6 + first)
-#define DEALT(a, b, half) __builtin_shufflevector(a, b, half, 4 + half, 1 + half, 5 + half)
 #elif LANES == 8
 #define EVERY_OTHER(a, b, first)                                                                   \
     __builtin_shufflevector(a, b, first, 2 + first, 4 + first, 6 + first, 8 + first, 10 + first,   \
                             12 + first, 14 + first)
-#define DEALT(a, b, half)                                                                          \
-    __builtin_shufflevector(a, b, half, 8 + half, 1 + half, 9 + half, 2 + half, 10 + half,         \
-                            3 + half, 11 + half)
 #else
 #define EVERY_OTHER(a, b, first)                                                                   \
     __builtin_shufflevector(a, b, first, 2 + first, 4 + first, 6 + first, 8 + first, 10 + first,   \
                             12 + first, 14 + first, 16 + first, 18 + first, 20 + first,            \
                             22 + first, 24 + first, 26 + first, 28 + first, 30 + first)
-#define DEALT(a, b, half)                                                                          \
-    __builtin_shufflevector(a, b, half, 16 + half, 1 + half, 17 + half, 2 + half, 18 + half,       \
-                            3 + half, 19 + half, 4 + half, 20 + half, 5 + half, 21 + half,         \
-                            6 + half, 22 + half, 7 + half, 23 + half)
 #endif
 
 /* Ones, then zeros: what counts of a row that ends after n lanes is where ones begin 2 LANES - n
@@ -274,8 +267,8 @@ INLINE void widen_column(vector_f32 pairs, float *to)
     vector_f32 first = (vector_f32)((vector_u32)pairs << 16);
     vector_f32 second = (vector_f32)((vector_u32)pairs & 0xffff0000u);
 
-    save(to, DEALT(first, second, 0));
-    save(to + LANES, DEALT(first, second, LANES / 2));
+    save(to, INTERLEAVED(first, second, 0));
+    save(to + LANES, INTERLEAVED(first, second, LANES / 2));
 }
 
 static void pairs_to_columns(size_t rows, size_t n, const void *from, size_t from_stride, float *to,

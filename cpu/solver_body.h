@@ -13,6 +13,7 @@
  *     vector_less(a, b), vector_both(mask, mask), vector_select(mask, a, b)
  *     vector_abs(a), vector_with_sign(a, b)
  */
+#include "interleave.h"
 #include "solver.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -122,20 +123,6 @@ static void begin(struct solver_batch *batch, size_t length, size_t rank_max, si
 }
 
 /* ---- Transposing ---- */
-
-/* Elements of a and b in turns, from the first half of either or from the second. */
-#if LANES == 4
-#define INTERLEAVED(a, b, half) __builtin_shufflevector(a, b, half, 4 + half, 1 + half, 5 + half)
-#elif LANES == 8
-#define INTERLEAVED(a, b, half)                                                                    \
-    __builtin_shufflevector(a, b, half, 8 + half, 1 + half, 9 + half, 2 + half, 10 + half,         \
-                            3 + half, 11 + half)
-#elif LANES == 16
-#define INTERLEAVED(a, b, half)                                                                    \
-    __builtin_shufflevector(a, b, half, 16 + half, 1 + half, 17 + half, 2 + half, 18 + half,       \
-                            3 + half, 19 + half, 4 + half, 20 + half, 5 + half, 21 + half,         \
-                            6 + half, 22 + half, 7 + half, 23 + half)
-#endif
 
 /* In log2(LANES) rounds, each of which deals the second half of the rows in among the first. */
 INLINE void transpose(vector_f32 rows[LANES])

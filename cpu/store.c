@@ -231,8 +231,8 @@ struct rows {
  * nearest cache together, so that only what is read once is left there; and no hardware foresees
  * the next head's.
  */
-static struct rows widen_rows(const struct backend *backend, const pkv_input *input, size_t first,
-                              size_t n, size_t head, size_t at, size_t some, float *out)
+static struct rows rows_in_f32(const struct backend *backend, const pkv_input *input, size_t first,
+                               size_t n, size_t head, size_t at, size_t some, float *out)
 {
     const struct geometry *geometry = backend->geometry;
     const size_t bytes = storage_element_bytes(input->dtype);
@@ -267,12 +267,12 @@ static bool round_block(const struct backend *backend, const struct attention_un
 
     for (size_t at = 0; at < d; at += ROUND_ELEMENTS) {
         size_t some = cpu_min(ROUND_ELEMENTS, d - at);
-        struct rows rows = widen_rows(backend, &io->k, first, n, head, at, some, widened);
+        struct rows rows = rows_in_f32(backend, &io->k, first, n, head, at, some, widened);
 
         good = elements_round_transposed(backend, (struct region){block.k, at, some, 0, n}, rows.x,
                                          rows.stride) &&
                good;
-        rows = widen_rows(backend, &io->v, first, n, head, at, some, widened);
+        rows = rows_in_f32(backend, &io->v, first, n, head, at, some, widened);
         good = elements_round(backend, (struct region){block.v, 0, n, at, some}, rows.x,
                               rows.stride) &&
                good;

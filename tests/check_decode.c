@@ -281,7 +281,7 @@ int main(void)
 
     tcase_add_loop_test(blocks, alone_and_among_others, 0, 2);
     tcase_add_test(blocks, forks_beyond_the_room);
-    tcase_add_loop_test(shapes, as_the_cpu, 0, 16);
+    tcase_add_loop_test(shapes, as_the_cpu, 0, SHAPES);
     tcase_add_loop_test(graphs, by_a_graph, 0, 2);
     tcase_add_loop_test(graphs, graph_of_other_items, 0, 4);
     suite_add_tcase(suite, blocks);

@@ -152,7 +152,7 @@ int main(void)
     TCase *shapes = tcase_create("shapes");
 
     tcase_add_loop_test(blocks, alone_and_among_others, 0, 2);
-    tcase_add_loop_test(shapes, as_the_cpu, 0, 16);
+    tcase_add_loop_test(shapes, as_the_cpu, 0, SHAPES);
     tcase_add_loop_test(shapes, rows_see_none_behind, 0, 2);
     suite_add_tcase(suite, blocks);
     suite_add_tcase(suite, shapes);

@@ -83,7 +83,6 @@ pkv_step_io steps_io(struct rows *rows, const struct shape *shape, bool attends)
 {
     const size_t query = KV_HEADS * shape->group * shape->d, kv = KV_HEADS * shape->d;
     const size_t stride = query + 2 * kv + (shape->form == ODD);
-
     pkv_step_io io = {.struct_size = sizeof io};
 
     if (shape->form == PLAIN) {
