@@ -35,16 +35,15 @@ static const struct policy_key keys[] = {
 };
 
 /*
- * Rows of `rows` are tokens by their position in the text. Keys of recent tokens are as far from a
+ * Rows of `dense` are tokens by their position in the text. Keys of recent tokens are as far from a
  * query in the cache as in the text, so they are kept turned; sinks are kept as they were before
  * RoPE, and are put, turned by as many positions as tokens are evicted, into the rows right before
  * the recent tokens, whose own tokens are evicted.
  */
 struct streaming {
-    struct kv_store store;
+    struct dense_store dense;
     size_t sink, recent; /* recent 0: from the ratio */
     double ratio;
-    struct dense_rows rows;
     float *sink_k; /* [layers, kv_heads, sink, head_dim], before RoPE, rounded */
     float *sink_v; /* the same */
     size_t budget; /* 0 before the first step */
@@ -79,13 +78,12 @@ static void close_streaming(struct kv_store *store)
 
     free(s->sink_k);
     free(s->sink_v);
-    dense_rows_close(&s->rows);
-    free(s);
+    dense_store_close(store);
 }
 
 static size_t sink_element(const struct streaming *s, size_t layer, size_t kv_head)
 {
-    const struct model *m = s->rows.model;
+    const struct model *m = s->dense.rows.model;
 
     return (layer * m->kv_heads + kv_head) * s->sink * m->head_dim;
 }
@@ -93,7 +91,7 @@ static size_t sink_element(const struct streaming *s, size_t layer, size_t kv_he
 /* Keeps those of the new tokens that are sinks. */
 static void keep_sinks(struct streaming *s, const struct kv_layer *io)
 {
-    const struct model *m = s->rows.model;
+    const struct model *m = s->dense.rows.model;
     size_t d = m->head_dim;
 
     for (size_t i = 0; i < io->count && io->position + i < s->sink; i++) {
@@ -101,8 +99,8 @@ static void keep_sinks(struct streaming *s, const struct kv_layer *io)
             size_t to = sink_element(s, io->layer, h) + (io->position + i) * d;
             size_t from = (i * m->kv_heads + h) * d;
 
-            rounding_row(s->rows.dtype, io->plain_k + from, s->sink_k + to, d);
-            rounding_row(s->rows.dtype, io->v + from, s->sink_v + to, d);
+            rounding_row(s->dense.rows.dtype, io->plain_k + from, s->sink_k + to, d);
+            rounding_row(s->dense.rows.dtype, io->v + from, s->sink_v + to, d);
         }
     }
 }
@@ -110,18 +108,18 @@ static void keep_sinks(struct streaming *s, const struct kv_layer *io)
 /* Puts the sinks before the recent tokens. */
 static void place_sinks(struct streaming *s, size_t layer, float *cosine, float *sine)
 {
-    const struct model *m = s->rows.model;
+    const struct model *m = s->dense.rows.model;
     size_t d = m->head_dim, to = s->first - s->sink;
 
     for (size_t j = 0; j < s->sink; j++) {
         rope_angles(m, to + j, cosine, sine);
         for (size_t h = 0; h < m->kv_heads; h++) {
             size_t from = sink_element(s, layer, h) + j * d;
-            float *k = dense_rows_k(&s->rows, layer, h) + (to + j) * d;
+            float *k = dense_rows_k(&s->dense.rows, layer, h) + (to + j) * d;
 
             memcpy(k, s->sink_k + from, d * sizeof *k);
             rope_rotate(m, k, cosine, sine);
-            memcpy(dense_rows_v(&s->rows, layer, h) + (to + j) * d, s->sink_v + from,
+            memcpy(dense_rows_v(&s->dense.rows, layer, h) + (to + j) * d, s->sink_v + from,
                    d * sizeof *k);
         }
     }
@@ -130,22 +128,22 @@ static void place_sinks(struct streaming *s, size_t layer, float *cosine, float 
 static bool layer(struct kv_store *store, const struct kv_layer *io, struct error *error)
 {
     struct streaming *s = from_store(store);
-    size_t pairs = s->rows.model->head_dim / 2;
+    size_t pairs = s->dense.rows.model->head_dim / 2;
     float *angles;
 
-    if (!dense_rows_append(&s->rows, io, store->tokens, error))
+    if (!dense_rows_append(&s->dense.rows, io, store->tokens, error))
         return false;
     keep_sinks(s, io);
     if (io->out == NULL)
         return true;
     if (s->first == s->sink)
-        return dense_rows_attend(&s->rows, io, 0, store->tokens, error);
+        return dense_rows_attend(&s->dense.rows, io, 0, store->tokens, error);
     angles = malloc(2 * pairs * sizeof *angles);
     if (angles == NULL)
         return error_set(error, "out of memory for attention");
     place_sinks(s, io->layer, angles, angles + pairs);
     free(angles);
-    return dense_rows_attend(&s->rows, io, s->first - s->sink, store->tokens, error);
+    return dense_rows_attend(&s->dense.rows, io, s->first - s->sink, store->tokens, error);
 }
 
 static bool end(struct kv_store *store, struct error *error)
@@ -179,10 +177,11 @@ static bool read_stats(struct kv_store *store, struct kv_stats *stats, struct er
     const struct streaming *s = from_store(store);
 
     (void)error;
-    stats->payload_bytes =
-        policy_raw_bytes(s->rows.model, s->rows.dtype, store->tokens - (s->first - s->sink));
+    stats->payload_bytes = policy_raw_bytes(s->dense.rows.model, s->dense.rows.dtype,
+                                            store->tokens - (s->first - s->sink));
     stats->reserved_bytes =
-        s->rows.bytes + 2 * sizeof *s->sink_k * sink_element(s, s->rows.model->layer_count, 0);
+        s->dense.rows.bytes +
+        2 * sizeof *s->sink_k * sink_element(s, s->dense.rows.model->layer_count, 0);
     return true;
 }
 
@@ -227,30 +226,25 @@ static bool count_bytes(const struct kv_spec *spec, const struct policy_size *si
 static bool open_streaming(const struct kv_spec *spec, const struct kv_store_options *options,
                            struct kv_store **store, struct error *error)
 {
-    struct streaming *s = calloc(1, sizeof *s);
+    struct streaming *s = dense_store_open(sizeof *s, &operations, options, error);
     size_t count;
 
     if (s == NULL)
-        return error_set(error, "out of memory for the cache");
-    s->store.operations = &operations;
+        return false;
     s->sink = kv_spec_count(spec, SINK);
     s->recent = spec->values[RECENT].there ? kv_spec_count(spec, RECENT) : 0;
     s->ratio = spec->values[RATIO].number;
     if (s->sink > options->max_tokens)
         s->sink = options->max_tokens;
     s->first = s->sink;
-    if (!dense_rows_open(&s->rows, options, error)) {
-        free(s);
-        return false;
-    }
     count = sink_element(s, options->model->layer_count, 0);
     s->sink_k = calloc(count + 1, sizeof *s->sink_k);
     s->sink_v = calloc(count + 1, sizeof *s->sink_v);
     if (s->sink_k == NULL || s->sink_v == NULL) {
-        close_streaming(&s->store);
+        close_streaming(&s->dense.store);
         return error_set(error, "out of memory for the cache");
     }
-    *store = &s->store;
+    *store = &s->dense.store;
     return true;
 }
 
