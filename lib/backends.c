@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define MODULE_PATH_BYTES 4096
 
@@ -23,6 +24,9 @@ static pkv_status open_module(const char *name, const struct backend_ops **ops,
         (int)sizeof path)
         return fail(message, PKV_ERROR_UNSUPPORTED,
                     "backend: \"%s\": the module's path is too long", name);
+    if (access(path, F_OK) != 0)
+        return fail(message, PKV_ERROR_UNSUPPORTED,
+                    "backend: \"%s\": there is no %s, which a build with CUDA has", name, path);
     handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (handle == NULL)
         return fail(message, PKV_ERROR_UNSUPPORTED, "backend: \"%s\": %s", name, dlerror());

@@ -36,21 +36,21 @@ refuse 2 '--backend: ' storage --shape smollm2-135m --tokens 9 --backend cpu
 PUZZLEKV_MODULES=$work
 export PUZZLEKV_MODULES
 tool=puzzlekv-eval
-no_module="--backend cuda: $work/puzzlekv-runner-cuda.so: cannot open"
+no_module="--backend cuda: there is no $work/puzzlekv-runner-cuda.so, which"
 refuse 1 "$no_module" logits "$data" --tokens "$work/ids" --prefill 5 --kv raw -o "$work/no.f32" \
     --backend cuda
 [ ! -e "$work/no.f32" ] || fail 'logits of no device'
 logits cpu cpu
 logits auto auto
 cmp "$work/cpu.f32" "$work/auto.f32" || fail 'auto is not the CPU without a module'
-refuse 1 'puzzlekv-runner-cuda.so: cannot open' ppl "$data" -f "$work/ids" --tokens 9 --prefill 5 \
+refuse 1 "$no_module" ppl "$data" -f "$work/ids" --tokens 9 --prefill 5 \
     --backend cuda
 echo '{}' > "$work/rows"
-refuse 1 'puzzlekv-runner-cuda.so: cannot open' tasks "$data" "$work/rows" --backend cuda
+refuse 1 "$no_module" tasks "$data" "$work/rows" --backend cuda
 tool=puzzlekv-bench
 for command in 'attention --tokens 64' 'factorize --pages 9' 'model --prompt-tokens 9 --predict 2'; do
     # shellcheck disable=SC2086 # words
-    refuse 1 'puzzlekv-runner-cuda.so: cannot open' $command --shape smollm2-135m --backend cuda
+    refuse 1 "$no_module" $command --shape smollm2-135m --backend cuda
 done
 
 same 'backends without a module' "$(puzzlekv-bench --version | grep '^backends:')" 'backends: cpu'

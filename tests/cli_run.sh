@@ -94,7 +94,7 @@ refuse 2 'ratio stands for rk and rv' model.gguf -p x --kv puzzle:ratio=0.5,rk=4
 : > "$work/empty"
 printf 'abc\n\303(' > "$work/latin"
 mkfifo "$work/fifo"
-PUZZLEKV_MODULES="$work" refuse 1 "--backend cuda: $work/puzzlekv-runner-cuda.so: cannot open" \
+PUZZLEKV_MODULES="$work" refuse 1 "--backend cuda: there is no $work/puzzlekv-runner-cuda.so, which" \
     model.gguf -p x --backend cuda
 refuse 1 'No such file' "$work/none.gguf" -p x
 refuse 1 'none.txt: No such file' model.gguf -f "$work/none.txt"
@@ -174,6 +174,7 @@ for row in 'prompt tokens' 'generated tokens' TTFT TPOT 'KV bytes raw' 'KV bytes
     'KV bytes reserved' ratio 'factorize time' pages; do
     grep -q "^  $row  *[0-9]" "$work/stats" || fail "--stats: no row \"$row\""
 done
+grep -q '^  backend  *cpu, [a-z]' "$work/stats" || fail "--stats: $(grep backend "$work/stats")"
 grep -q '^  pages  *1 filling, 0 sink, 0 window, 0 factorized$' "$work/stats" ||
     fail "--stats: $(grep pages "$work/stats")"
 

@@ -68,6 +68,7 @@ bool run_print_stats(const struct run *run, struct error *error)
     if (!read_results(run, &r, error))
         return false;
     kv_spec_canonical(&run->spec, canonical);
+    fprintf(stderr, "  %-20s %s, %s\n", "backend", device_name(run->device), r.isa);
     fprintf(stderr, "  %-20s %s\n", "KV cache", canonical);
     fprintf(stderr, "  %-20s %zu\n", "prompt tokens", g->prompt_tokens + run->reused_tokens);
     if (run->arguments->session != NULL)

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "../options.h"
 #include "quant.h"
@@ -37,6 +38,9 @@ static bool open_module(const struct device_operations **operations, struct erro
     if (snprintf(path, sizeof path, "%s/puzzlekv-runner-cuda.so", folder ? folder : PKGLIBDIR) >=
         (int)sizeof path)
         return error_set(error, "--backend cuda: the module's path is too long");
+    if (access(path, F_OK) != 0)
+        return error_set(error, "--backend cuda: there is no %s, which a build with CUDA has",
+                         path);
     handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (handle == NULL)
         return error_set(error, "--backend cuda: %s", dlerror());
