@@ -105,23 +105,31 @@ static void count_scratch(struct backend *backend, bool open)
                                        backend->held_bytes - backend->reserved_bytes);
 }
 
-/* Every operation works on the cache's device and leaves the caller's current one as it was. What
- * has failed before, on another device perhaps, is no failure of its launches. */
-static int enter(const struct backend *backend)
-{
-    int current = 0;
+struct caller {
+    int device;
+    enum cudaStreamCaptureMode mode;
+};
 
-    cudaGetDevice(&current);
-    if (current != backend->device)
+/* Every operation works on the cache's device and leaves the caller's current one as it was. What
+ * has failed before, on another device perhaps, is no failure of its launches; nor is a graph that
+ * another thread captures of anything else a reason why an event cannot be waited for. */
+static struct caller enter(const struct backend *backend)
+{
+    struct caller caller = {0, cudaStreamCaptureModeRelaxed};
+
+    cudaGetDevice(&caller.device);
+    if (caller.device != backend->device)
         cudaSetDevice(backend->device);
+    cudaThreadExchangeStreamCaptureMode(&caller.mode);
     cudaGetLastError();
-    return current;
+    return caller;
 }
 
-static void leave(const struct backend *backend, int current)
+static void leave(const struct backend *backend, struct caller caller)
 {
-    if (current != backend->device)
-        cudaSetDevice(current);
+    cudaThreadExchangeStreamCaptureMode(&caller.mode);
+    if (caller.device != backend->device)
+        cudaSetDevice(caller.device);
 }
 
 /* ---- Opening ---- */
@@ -140,12 +148,30 @@ static void close_here(struct backend *backend)
 
 static void close_backend(struct backend *backend)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
 
     count_scratch(backend, true);
     close_here(backend);
-    leave(backend, current);
+    leave(backend, caller);
     memory_release(backend->memory, backend);
+}
+
+/* No device, no driver, or one that cannot be used: all but failures of what ran before. */
+static bool is_absent(cudaError_t error)
+{
+    switch (error) {
+    case cudaErrorInitializationError:
+    case cudaErrorStubLibrary:
+    case cudaErrorInsufficientDriver:
+    case cudaErrorNoDevice:
+    case cudaErrorSystemNotReady:
+    case cudaErrorSystemDriverMismatch:
+    case cudaErrorCompatNotSupportedOnDevice:
+    case cudaErrorUnknown:
+        return true;
+    default:
+        return false;
+    }
 }
 
 static pkv_status check_device(struct backend *backend)
@@ -156,7 +182,7 @@ static pkv_status check_device(struct backend *backend)
 
     if (error == cudaSuccess && count == 0)
         error = cudaErrorNoDevice;
-    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
+    if (is_absent(error)) {
         cudaGetLastError();
         return fail(message, PKV_ERROR_UNSUPPORTED, "backend: no CUDA device: %s",
                     cudaGetErrorString(error));
@@ -171,6 +197,7 @@ static pkv_status check_device(struct backend *backend)
 
 static pkv_status open_stream(struct backend *backend, void *stream)
 {
+    cudaError_t error;
     int device;
     pkv_status status;
 
@@ -182,13 +209,32 @@ static pkv_status open_stream(struct backend *backend, void *stream)
         backend->own_stream = status == PKV_OK;
         return status;
     }
-    status = gpu_check(backend, cudaStreamGetDevice((cudaStream_t)stream, &device), "stream");
+    error = cudaStreamGetDevice((cudaStream_t)stream, &device);
+    if (error == cudaErrorCallRequiresNewerDriver) { /* than 12.8's: it cannot be told */
+        cudaGetLastError();
+        device = backend->device;
+        error = cudaSuccess;
+    }
+    status = gpu_check(backend, error, "stream");
     if (status == PKV_OK && device != backend->device)
         return fail(backend->message, PKV_ERROR_ARGUMENT,
                     "stream: it is of CUDA device %d, the cache of device %d", device,
                     backend->device);
     backend->stream = (cudaStream_t)stream;
     return status;
+}
+
+/* Older devices than the module was built for are found now, not by the first step. */
+static pkv_status check_kernels(struct backend *backend)
+{
+    cudaError_t error = store_find_kernel();
+
+    if (error != cudaErrorNoKernelImageForDevice)
+        return gpu_check(backend, error, "no kernels");
+    cudaGetLastError();
+    return fail(backend->message, PKV_ERROR_UNSUPPORTED,
+                "backend: CUDA device %d is of %s, for which the module was not built",
+                backend->device, backend->isa);
 }
 
 static pkv_status open_here(struct backend *backend, const struct placement *placement)
@@ -203,8 +249,10 @@ static pkv_status open_here(struct backend *backend, const struct placement *pla
             return fail(backend->message, PKV_ERROR_UNSUPPORTED,
                         "isa: \"%.32s\" is not that of CUDA device %d, \"%s\"", placement->isa,
                         backend->device, backend->isa);
-        status = open_stream(backend, placement->stream);
+        status = check_kernels(backend);
     }
+    if (status == PKV_OK)
+        status = open_stream(backend, placement->stream);
     if (status == PKV_OK)
         status = store_open(backend);
     if (status == PKV_OK)
@@ -222,8 +270,8 @@ static pkv_status open_backend(const struct geometry *geometry, const struct cap
                                struct message *message, struct backend **opened)
 {
     struct backend *backend;
+    struct caller caller;
     pkv_status status;
-    int current;
 
     *opened = NULL;
     if (geometry->solver == PKV_SOLVER_LAPACK)
@@ -240,11 +288,11 @@ static pkv_status open_backend(const struct geometry *geometry, const struct cap
     backend->device = placement->device;
     status = check_device(backend);
     if (status == PKV_OK) {
-        current = enter(backend);
+        caller = enter(backend);
         status = open_here(backend, placement);
         if (status != PKV_OK)
             close_here(backend);
-        leave(backend, current);
+        leave(backend, caller);
     }
     if (status != PKV_OK) {
         memory_release(memory, backend);
@@ -300,7 +348,7 @@ static void forget_step(struct backend *backend)
 
 static pkv_status step_begin(struct backend *backend, const struct backend_plan *plan)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
     pkv_status status = refuse_capture(backend);
 
     backend->step.plan = *plan;
@@ -311,7 +359,7 @@ static pkv_status step_begin(struct backend *backend, const struct backend_plan 
         status = factorize_step_begin(backend);
     if (status != PKV_OK)
         forget_step(backend);
-    leave(backend, current);
+    leave(backend, caller);
     return status;
 }
 
@@ -381,10 +429,10 @@ static pkv_status layer_here(struct backend *backend, size_t layer, const pkv_st
 
 static pkv_status step_layer(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
     pkv_status status = layer_here(backend, layer, io);
 
-    leave(backend, current);
+    leave(backend, caller);
     return status;
 }
 
@@ -405,7 +453,7 @@ static pkv_status step_replay(struct backend *backend)
 
 static pkv_status step_end(struct backend *backend, struct step_report *report)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
     pkv_status status = refuse_capture(backend);
 
     if (status == PKV_OK)
@@ -414,23 +462,23 @@ static pkv_status step_end(struct backend *backend, struct step_report *report)
         status = check_report(backend, gpu_flight(backend), &backend->step.plan, report);
     if (status == PKV_OK)
         report->factorize_seconds = factorize_seconds(backend);
-    leave(backend, current);
+    leave(backend, caller);
     return status;
 }
 
 /* After an abort the queue may still read the caller's rows and the plan. */
 static void step_close(struct backend *backend)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
 
     forget_step(backend);
     cudaStreamSynchronize(backend->stream);
-    leave(backend, current);
+    leave(backend, caller);
 }
 
 static pkv_status step_submit(struct backend *backend)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
     struct flight *flight = gpu_flight(backend);
     pkv_status status = refuse_capture(backend);
 
@@ -444,7 +492,7 @@ static pkv_status step_submit(struct backend *backend)
         backend->n_submitted++;
         forget_step(backend);
     }
-    leave(backend, current);
+    leave(backend, caller);
     return status;
 }
 
@@ -469,10 +517,10 @@ static pkv_status settle_here(struct backend *backend, bool wait, bool *done,
 static pkv_status step_settle(struct backend *backend, bool wait, bool *done,
                               struct step_report *report)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
     pkv_status status = settle_here(backend, wait, done, report);
 
-    leave(backend, current);
+    leave(backend, caller);
     return status;
 }
 
@@ -480,30 +528,30 @@ static pkv_status step_settle(struct backend *backend, bool wait, bool *done,
 
 static pkv_status rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
     pkv_status status = store_rebuild(backend, factor_slot, dense_slot);
 
-    leave(backend, current);
+    leave(backend, caller);
     return status;
 }
 
 static pkv_status read_part(struct backend *backend, struct page page, size_t layer, size_t kv_head,
                             size_t tokens, enum page_part part, void *out)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
     pkv_status status = store_read(backend, page, layer, kv_head, tokens, part, out);
 
-    leave(backend, current);
+    leave(backend, caller);
     return status;
 }
 
 static pkv_status write_part(struct backend *backend, struct page page, size_t layer,
                              size_t kv_head, size_t tokens, enum page_part part, const void *in)
 {
-    int current = enter(backend);
+    struct caller caller = enter(backend);
     pkv_status status = store_write(backend, page, layer, kv_head, tokens, part, in);
 
-    leave(backend, current);
+    leave(backend, caller);
     return status;
 }
 

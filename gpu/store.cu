@@ -567,6 +567,13 @@ static pkv_status wait(struct backend *backend, const char *what)
     return gpu_check(backend, cudaStreamSynchronize(backend->stream), what);
 }
 
+cudaError_t store_find_kernel(void)
+{
+    struct cudaFuncAttributes attributes;
+
+    return cudaFuncGetAttributes(&attributes, rebuild_page);
+}
+
 pkv_status store_rebuild(struct backend *backend, uint32_t factor_slot, uint32_t dense_slot)
 {
     pkv_status status;

@@ -5,6 +5,9 @@
 
 #include "gpu.h"
 
+/* cudaErrorNoKernelImageForDevice if the current device cannot run the kernels of the module. */
+cudaError_t store_find_kernel(void);
+
 /* Reserves the pools, or sets the message. store_close takes them back, also after a failure. */
 pkv_status store_open(struct backend *backend);
 void store_close(struct backend *backend);

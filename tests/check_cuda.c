@@ -493,6 +493,43 @@ START_TEST(faults_come_later)
 }
 END_TEST
 
+/* A step is settled while another stream's graph is captured, in global mode. */
+START_TEST(settled_while_capturing)
+{
+    pkv_config config = make_config(PKV_BF16, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
+    void *other = cuda_host_open_stream(0);
+    struct queued queued = {.n = 0};
+    uint64_t digests[BOTH];
+
+    config.step_flags = PKV_STEP_ASYNC;
+    config.stream = cuda_host_open_stream(0);
+    for (size_t j = 0; j < BOTH; j++) {
+        pkv_cache *cache;
+        pkv_seq *seq;
+
+        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
+        cache = tests_open_cache(&config);
+        seq = open_seq(cache);
+        ck_assert_int_eq(queue_step(cache, seq, 40, 1, GOOD, &queued), PKV_OK);
+        if (j == 1) {
+            ck_assert_uint_eq(cache->n_submitted, 1);
+            cuda_host_begin_capture(other);
+        }
+        digests[j] = digest_of(seq);
+        if (j == 1) {
+            ck_assert_uint_eq(cache->n_submitted, 0);
+            ck_assert_int_eq(cuda_host_capture_mode(), 0);
+            cuda_host_close_graph(cuda_host_end_capture(other));
+        }
+        pkv_cache_close(cache);
+    }
+    ck_assert_uint_eq(digests[1], digests[0]);
+    close_queued(&queued);
+    cuda_host_close_stream(config.stream);
+    cuda_host_close_stream(other);
+}
+END_TEST
+
 /* More steps than may be under way: the oldest one is waited for. */
 START_TEST(many_steps_under_way)
 {
@@ -1128,8 +1165,11 @@ START_TEST(device_memory_runs_out)
 }
 END_TEST
 
+/* With "auto" the CPU serves where an answer is PKV_ERROR_UNSUPPORTED. */
 START_TEST(refused)
 {
+    enum { NO_KERNEL_IMAGE = 209, ILLEGAL_ADDRESS = 700 }; /* of cudaError_t */
+    static const int absent[] = {3, 34, 35, 100, 802, 803, 804, 999};
     pkv_config config = make_config(PKV_F32, PKV_FACTORS_NATIVE, PKV_FACTORS_NATIVE);
     char message[PKV_MESSAGE_BYTES];
     pkv_cache *cache;
@@ -1153,6 +1193,20 @@ START_TEST(refused)
     ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message),
                      PKV_ERROR_UNSUPPORTED);
     ck_assert_int_eq(strncmp(message, "solver: ", 8), 0);
+    config.solver = PKV_SOLVER_BATCHED;
+    for (size_t i = 0; i < sizeof absent / sizeof *absent; i++) {
+        cuda_host_set_errors(absent[i], 0);
+        ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message),
+                         PKV_ERROR_UNSUPPORTED);
+        ck_assert_int_eq(strncmp(message, "backend: no CUDA device: ", 25), 0);
+    }
+    cuda_host_set_errors(ILLEGAL_ADDRESS, 0);
+    ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message), PKV_ERROR_DEVICE);
+    cuda_host_set_errors(0, NO_KERNEL_IMAGE);
+    ck_assert_int_eq(cache_open_with(&backend_cuda, &config, &cache, message),
+                     PKV_ERROR_UNSUPPORTED);
+    ck_assert_str_eq(message,
+                     "backend: CUDA device 0 is of sm_90, for which the module was not built");
     ck_assert_uint_eq(cuda_host_memory(), 0);
 }
 END_TEST
@@ -1178,6 +1232,7 @@ int main(void)
     tcase_add_test(steps, several_warps);
     tcase_add_test(steps, faults_at_the_end);
     tcase_add_test(steps, faults_come_later);
+    tcase_add_test(steps, settled_while_capturing);
     tcase_add_test(steps, many_steps_under_way);
     tcase_add_loop_test(walk, same_bits_on_a_walk, 0, PLAIN_WALKS);
     tcase_add_loop_test(tensor, same_bits_on_a_walk, PLAIN_WALKS, WALKS);

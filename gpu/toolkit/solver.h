@@ -50,12 +50,15 @@ static inline void cusolver_unload(struct cusolver_library *library)
     library->module = NULL;
 }
 
-/* CUDA 13's, then CUDA 12's. NULL, or why not, which lasts until the next call. */
+/* CUDA 13's, then CUDA 12's. NULL, or why not, which lasts until the next call. Once there it stays
+ * in memory, as the driver may know its kernels for as long as the device is in use. */
 static inline const char *cusolver_load(struct cusolver_library *library)
 {
-    library->module = dlopen("libcusolver.so.12", RTLD_NOW | RTLD_LOCAL);
+    const int flags = RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE;
+
+    library->module = dlopen("libcusolver.so.12", flags);
     if (!library->module)
-        library->module = dlopen("libcusolver.so.11", RTLD_NOW | RTLD_LOCAL);
+        library->module = dlopen("libcusolver.so.11", flags);
     if (!library->module)
         return dlerror();
     if (cusolver_symbol(library, "cusolverDnCreate", &library->create) &&

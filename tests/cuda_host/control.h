@@ -21,9 +21,14 @@ size_t cuda_host_memory(void);
 /* How many devices there are, 1 to begin with and 4 at most. Their memory is one. */
 void cuda_host_set_devices(int count);
 
+/* What counting devices comes to, of CUDA's errors, and asking for a kernel; 0 to begin with. */
+void cuda_host_set_errors(int counting, int kernels);
+
 /* The calling thread's current device, which nobody else changes for good. */
 void cuda_host_use_device(int device);
 int cuda_host_device(void);
+/* Nor whether its calls heed what others capture: 0, they do. */
+int cuda_host_capture_mode(void);
 
 /* The kernel of a device that runs after so many others of it fails, and so does every call of that
  * device from then on, for good. */
@@ -38,7 +43,7 @@ void *cuda_host_open_stream(int device);
 void cuda_host_wait(void *stream);
 void cuda_host_close_stream(void *stream);
 
-/* A graph of what is queued on a stream between the first two. */
+/* A graph of what is queued on a stream between the first two, captured in global mode. */
 void cuda_host_begin_capture(void *stream);
 void *cuda_host_end_capture(void *stream);
 void cuda_host_launch_graph(void *graph, void *stream);

@@ -49,6 +49,7 @@ struct cuda_host_stream {
     int device;
     std::vector<struct operation> queue;
     struct cuda_host_graph *capture; /* not NULL: what is being captured */
+    bool global;                     /* in global mode */
     bool invalidated;
 };
 
@@ -76,6 +77,7 @@ static size_t memory_used;
 static std::map<void *, size_t> pinned;
 static std::map<const void *, size_t> allowed_shared;
 static unsigned capturing;
+static unsigned capturing_globally;
 static uint64_t seed;
 static bool seeded;
 static int n_devices = 1;
@@ -85,6 +87,8 @@ static struct device devices[MAX_DEVICES] = {{SIZE_MAX, cudaSuccess},
                                              {SIZE_MAX, cudaSuccess}};
 static thread_local int current_device;
 static thread_local cudaError_t last_error;
+static thread_local enum cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+static cudaError_t counting_error, kernel_error;
 
 static cudaError_t failed(cudaError_t error)
 {
@@ -165,6 +169,12 @@ static bool in_arena(const void *pointer)
 static bool refuse_capture(void)
 {
     return capturing > 0;
+}
+
+/* Nor may events, by a thread to which somebody's capturing matters. */
+static bool refuse_events(void)
+{
+    return capturing_globally > 0 && capture_mode == cudaStreamCaptureModeGlobal;
 }
 
 /* Under the lock. */
@@ -540,7 +550,13 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
     return state_of(stream->device);
 }
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode)
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
+{
+    std::swap(capture_mode, *mode);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode)
 {
     std::lock_guard<std::mutex> guard(lock);
 
@@ -548,7 +564,9 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
         return failed(cudaErrorInvalidValue);
     stream->capture = new cuda_host_graph();
     stream->invalidated = false;
+    stream->global = mode == cudaStreamCaptureModeGlobal;
     capturing++;
+    capturing_globally += stream->global;
     return cudaSuccess;
 }
 
@@ -561,6 +579,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
         return failed(cudaErrorInvalidValue);
     stream->capture = NULL;
     capturing--;
+    capturing_globally -= stream->global;
     if (stream->invalidated) {
         delete *graph;
         *graph = NULL;
@@ -648,6 +667,8 @@ cudaError_t cudaEventQuery(cudaEvent_t event)
 {
     std::lock_guard<std::mutex> guard(lock);
 
+    if (refuse_events())
+        return failed(cudaErrorStreamCaptureUnsupported);
     if (event->stream && state_of(event->stream->device) != cudaSuccess)
         return state_of(event->stream->device);
     return event->pending > 0 ? cudaErrorNotReady : cudaSuccess;
@@ -657,6 +678,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event)
 {
     std::lock_guard<std::mutex> guard(lock);
 
+    if (refuse_events())
+        return failed(cudaErrorStreamCaptureUnsupported);
     if (event->stream == NULL)
         return cudaSuccess;
     if (event->pending > 0 && event->stream->capture)
@@ -676,8 +699,8 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
 
 cudaError_t cudaGetDeviceCount(int *count)
 {
-    *count = n_devices;
-    return cudaSuccess;
+    *count = counting_error == cudaSuccess ? n_devices : 0;
+    return counting_error == cudaSuccess ? cudaSuccess : failed(counting_error);
 }
 
 cudaError_t cudaGetDevice(int *device)
@@ -759,9 +782,25 @@ void cuda_host_set_devices(int count)
     n_devices = count;
 }
 
+void cuda_host_set_errors(int counting, int kernels)
+{
+    counting_error = (cudaError_t)counting;
+    kernel_error = (cudaError_t)kernels;
+}
+
+cudaError_t cuda_host_find_kernel(void)
+{
+    return kernel_error == cudaSuccess ? state() : failed(kernel_error);
+}
+
 void cuda_host_use_device(int device)
 {
     current_device = device;
+}
+
+int cuda_host_capture_mode(void)
+{
+    return capture_mode;
 }
 
 int cuda_host_device(void)
@@ -797,7 +836,7 @@ void cuda_host_close_stream(void *stream)
 
 void cuda_host_begin_capture(void *stream)
 {
-    if (cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal) !=
+    if (cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeGlobal) !=
         cudaSuccess)
         cuda_host_stop("the stream is being captured already");
 }
