@@ -40,6 +40,7 @@ struct contestant {
     pkv_config config;
     pkv_cache *cache;
     pkv_step_item *items; /* [batch], of one token each */
+    void *graph;          /* on a device: of a step */
     size_t steps;         /* in one sample */
     double *seconds;      /* [repeats], of one step */
 };
@@ -58,7 +59,7 @@ static bool cache_failed(const struct contestant *c, struct error *error)
     return error_set(error, "--kv %s: %s", c->name, pkv_cache_message(c->cache));
 }
 
-/* Every layer of a step that is open. */
+/* Every layer of a step that is open, and stays so: closing the cache aborts it. */
 static bool run_layers(struct contestant *c, pkv_step *step, const struct operands *o, bool attend,
                        struct error *error)
 {
@@ -69,11 +70,8 @@ static bool run_layers(struct contestant *c, pkv_step *step, const struct operan
                             .out = {attend ? o->out : NULL, PKV_F32, 0, 0}};
 
     for (size_t layer = 0; layer < c->config.layers; layer++) {
-        if (pkv_step_layer(step, layer, &io) != PKV_OK) {
-            cache_failed(c, error);
-            pkv_step_abort(step);
-            return false;
-        }
+        if (pkv_step_layer(step, layer, &io) != PKV_OK)
+            return cache_failed(c, error);
     }
     return true;
 }
@@ -112,12 +110,9 @@ static bool fill(const struct bench_arguments *arguments, struct contestant *c,
     return true;
 }
 
-/* Attends `steps` times with one more token of each sequence, which none of them keeps. */
-static bool decode(const struct bench_arguments *arguments, struct contestant *c, size_t steps,
-                   const struct operands *o, double *seconds, struct error *error)
+static bool decode_on_cpu(const struct bench_arguments *arguments, struct contestant *c,
+                          size_t steps, const struct operands *o, struct error *error)
 {
-    double start = machine_seconds();
-
     for (size_t i = 0; i < steps; i++) {
         pkv_step *step;
 
@@ -129,6 +124,55 @@ static bool decode(const struct bench_arguments *arguments, struct contestant *c
             return false;
         pkv_step_abort(step);
     }
+    return true;
+}
+
+static bool capture(const struct bench_arguments *arguments, struct contestant *c, pkv_step *step,
+                    const struct operands *o, struct error *error)
+{
+    struct device *device = arguments->device;
+
+    if (!device->operations->capture_begin(device, error))
+        return false;
+    if (run_layers(c, step, o, true, error))
+        return device->operations->capture_end(device, &c->graph, error);
+    device->operations->capture_end(device, NULL, NULL);
+    return false;
+}
+
+/* As a graph, or the host's part of a short step would count. The same step again and again changes
+ * nothing that it reads. */
+static bool decode_on_device(const struct bench_arguments *arguments, struct contestant *c,
+                             size_t steps, const struct operands *o, struct error *error)
+{
+    struct device *device = arguments->device;
+    pkv_step *step;
+    bool done;
+
+    if (interrupt_seen())
+        return error_set(error, "interrupted");
+    if (pkv_step_begin(c->cache, c->items, arguments->batch, &step) != PKV_OK)
+        return cache_failed(c, error);
+    if (c->graph != NULL)
+        done = pkv_step_replay(step) == PKV_OK || cache_failed(c, error);
+    else
+        done = capture(arguments, c, step, o, error);
+    for (size_t i = 0; i < steps && done; i++)
+        done = device->operations->launch(device, c->graph, error);
+    done = done && device->operations->wait(device, error);
+    pkv_step_abort(step);
+    return done;
+}
+
+/* Attends `steps` times with one more token of each sequence, which none of them keeps. */
+static bool decode(const struct bench_arguments *arguments, struct contestant *c, size_t steps,
+                   const struct operands *o, double *seconds, struct error *error)
+{
+    double start = machine_seconds();
+
+    if (!(arguments->device != NULL ? decode_on_device : decode_on_cpu)(arguments, c, steps, o,
+                                                                        error))
+        return false;
     *seconds = (machine_seconds() - start) / (double)steps;
     return true;
 }
@@ -311,6 +355,8 @@ bool bench_attention(const struct bench_arguments *arguments, struct error *erro
         &results, error);
 out:
     for (size_t i = 0; contestants != NULL && i < count; i++) {
+        if (contestants[i].graph != NULL)
+            arguments->device->operations->free_graph(arguments->device, contestants[i].graph);
         pkv_cache_close(contestants[i].cache);
         free(contestants[i].items);
         free(contestants[i].seconds);

@@ -12,8 +12,10 @@
 #include "random_pages.h"
 #include "runner/products.h"
 
-/* Pages of tokens that differ from each other and go into one step. */
-#define STEP_PAGES ((size_t)64)
+/* Pages of tokens that differ from each other and go into one step, at most; a device is busy with
+ * those of a prompt of 32K tokens. */
+#define STEP_PAGES        ((size_t)64)
+#define DEVICE_STEP_PAGES ((size_t)1024)
 
 enum { COLUMN_TIME, COLUMN_TIME_LOW, COLUMN_TIME_HIGH, COLUMN_EXCESS, COLUMN_SPEEDUP, COLUMNS };
 
@@ -34,8 +36,9 @@ const struct bench_solver bench_solvers[BENCH_SOLVER_COUNT] = {
 struct material {
     size_t length, dim, heads; /* of a page, and KV heads */
     size_t rank_k, rank_v;
-    float *k, *v; /* [STEP_PAGES * length, heads, dim] */
-    size_t pages; /* of tokens */
+    size_t step_pages; /* the most of a step */
+    float *k, *v;      /* [step_pages * length, heads, dim] */
+    size_t pages;      /* of tokens */
     size_t layers;
     void *step_k, *step_v; /* the same for steps of the library */
 };
@@ -102,7 +105,7 @@ static pkv_config configure(const struct bench_arguments *arguments, const struc
     config.solver = solver->library;
     config.dtype = dtype;
     config.max_tokens = pages * m->length;
-    config.max_step_tokens = (pages < STEP_PAGES ? pages : STEP_PAGES) * m->length;
+    config.max_step_tokens = (pages < m->step_pages ? pages : m->step_pages) * m->length;
     config.threads = arguments->threads;
     device_configure(arguments->device, &config);
     return config;
@@ -154,7 +157,7 @@ static bool store(const struct contestant *c, const struct material *m, pkv_cach
     for (size_t done = 0, some; done < pages; done += some) {
         pkv_step *step;
 
-        some = pages - done < STEP_PAGES ? pages - done : STEP_PAGES;
+        some = pages - done < m->step_pages ? pages - done : m->step_pages;
         if (pkv_step_begin(cache, &(pkv_step_item){seq, some * m->length}, 1, &step) != PKV_OK)
             return error_set(error, "--solver %s: %s", c->solver->name, pkv_cache_message(cache));
         if (!store_layers(m, step, layers) || pkv_step_end(step) != PKV_OK) {
@@ -192,7 +195,7 @@ static bool peer_run(const struct contestant *c, const struct material *m, doubl
     double start = machine_seconds();
 
     for (size_t done = 0, some; done < m->pages; done += some) {
-        some = m->pages - done < STEP_PAGES ? m->pages - done : STEP_PAGES;
+        some = m->pages - done < m->step_pages ? m->pages - done : m->step_pages;
         for (size_t i = 0; i < problems_of(m, some) * m->layers; i++) {
             struct problem p = problem_at(m, i % problems_of(m, some));
 
@@ -272,7 +275,7 @@ static bool rebuild(const struct contestant *c, const struct material *m, pkv_se
 static bool find_excess(const struct bench_arguments *arguments, const struct contestant *c,
                         const struct material *m, double *excess, struct error *error)
 {
-    size_t pages = m->pages < STEP_PAGES ? m->pages : STEP_PAGES;
+    size_t pages = m->pages < m->step_pages ? m->pages : m->step_pages;
     float *product = calloc(m->length * m->dim, sizeof *product);
     pkv_cache *cache = NULL;
     pkv_seq *seq = NULL;
@@ -401,7 +404,7 @@ static bool open_material(const struct bench_arguments *arguments, struct materi
                           struct error *error)
 {
     pkv_config config;
-    size_t count, layers;
+    size_t count, layers, most;
 
     pkv_config_init(&config, sizeof config);
     *m = (struct material){.length = RANDOM_PAGE_TOKENS,
@@ -409,18 +412,22 @@ static bool open_material(const struct bench_arguments *arguments, struct materi
                            .heads = arguments->model.kv_heads,
                            .rank_k = config.rank_k,
                            .rank_v = config.rank_v};
+    most = arguments->device == NULL ? STEP_PAGES : DEVICE_STEP_PAGES;
+    m->step_pages = (arguments->pages + problems_of(m, 1) - 1) / problems_of(m, 1);
+    m->step_pages = m->step_pages < most ? m->step_pages : most;
     /* Whole steps of as many layers as there are of pages, at most the model's. */
-    layers = arguments->pages / problems_of(m, STEP_PAGES);
+    layers = arguments->pages / problems_of(m, m->step_pages);
     m->layers = layers < 1                              ? 1
                 : layers < arguments->model.layer_count ? layers
                                                         : arguments->model.layer_count;
     m->pages = (arguments->pages + problems_of(m, m->layers) - 1) / problems_of(m, m->layers);
-    count = STEP_PAGES * m->length * m->heads * m->dim;
+    count = m->step_pages * m->length * m->heads * m->dim;
     m->k = calloc(count, sizeof *m->k);
     m->v = calloc(count, sizeof *m->v);
     if (m->k == NULL || m->v == NULL)
         return error_set(error, "out of memory");
-    return random_pages(42, STEP_PAGES, m->heads, m->dim, arguments->threads, m->k, m->v, error) &&
+    return random_pages(42, m->step_pages, m->heads, m->dim, arguments->threads, m->k, m->v,
+                        error) &&
            bench_operand(arguments, m->k, count * sizeof *m->k, &m->step_k, error) &&
            bench_operand(arguments, m->v, count * sizeof *m->v, &m->step_v, error);
 }

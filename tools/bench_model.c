@@ -13,7 +13,9 @@
 #include "runner/forward.h"
 #include "runner/transformer.h"
 
-/* What warms a policy up: a prompt of so many tokens at most, and a further token. */
+/* What warms a policy up: a prompt of so many tokens at most, and a further token. On a device,
+ * which allocates and loads when something comes for the first time, the whole prompt, and two
+ * tokens: the second is captured. */
 #define WARM_TOKENS ((size_t)64)
 
 enum {
@@ -111,18 +113,23 @@ static bool fill(struct race *race, struct contestant *c, struct error *error)
 
 static bool warm_up(struct race *race, struct error *error)
 {
+    const bool on_device = race->arguments->device != NULL;
     size_t prompt = race->arguments->prompt_tokens;
     double seconds = 0;
+
+    if (!on_device && prompt > WARM_TOKENS)
+        prompt = WARM_TOKENS;
 
     for (size_t i = 0; i < race->count; i++) {
         struct contestant *c = &race->contestants[i];
 
         progress_show("filling %s", race->arguments->kv[i].text);
-        if (!fill(race, c, error) ||
-            !feed(race, c, race->prompt, prompt < WARM_TOKENS ? prompt : WARM_TOKENS, &seconds,
-                  error) ||
-            (race->arguments->predict > 1 && !feed_next(race, c, &seconds, error)))
+        if (!fill(race, c, error) || !feed(race, c, race->prompt, prompt, &seconds, error))
             return false;
+        for (size_t n = 1; n < race->arguments->predict && n <= (on_device ? 2 : 1); n++) {
+            if (!feed_next(race, c, &seconds, error))
+                return false;
+        }
     }
     return true;
 }

@@ -49,6 +49,13 @@ struct device_operations {
     void (*release)(struct device *device, void *pointer);
     bool (*copy_speed)(struct device *device, size_t bytes, double *bytes_per_second,
                        struct error *error);
+    /* What is queued between the first two is kept in a graph and not done. When it fails, and with
+     * `graph` NULL, nothing is kept. What was launched is done when wait() returns. */
+    bool (*capture_begin)(struct device *device, struct error *error);
+    bool (*capture_end)(struct device *device, void **graph, struct error *error);
+    bool (*launch)(struct device *device, void *graph, struct error *error);
+    bool (*wait)(struct device *device, struct error *error);
+    void (*free_graph)(struct device *device, void *graph);
 };
 
 /* What a module exports as `puzzlekv_runner_module`. */

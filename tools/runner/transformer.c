@@ -197,8 +197,13 @@ static bool step(struct transformer *t, struct kv_store *const *stores, size_t s
     if (count > t->longest)
         forget_graphs(t);
     t->longest = count > t->longest ? count : t->longest;
-    if (!t->operations->begin(t->forward, tokens, plain_k, hidden, &io, error) ||
-        !compute(t, stores, store_count, &io, logits, token, error) ||
+    if (!t->operations->begin(t->forward, tokens, plain_k, hidden, &io, error)) {
+        /* It may have freed what graphs know, and got no more. */
+        forget_graphs(t);
+        t->longest = 0;
+        goto out;
+    }
+    if (!compute(t, stores, store_count, &io, logits, token, error) ||
         (queue != NULL && !queue->fetch(t->forward, logits, token, error)))
         goto out;
     done = true;

@@ -181,6 +181,55 @@ static bool open_device(int ordinal, struct device **opened, struct error *error
     return true;
 }
 
+/* ---- Graphs ---- */
+
+bool runner_capture_begin(struct device *base, struct error *error)
+{
+    struct cuda_device *device = from_base(base);
+
+    return runner_enter(device, error) &&
+           runner_check(device,
+                        cudaStreamBeginCapture(device->stream, cudaStreamCaptureModeThreadLocal),
+                        "cannot begin a graph", error);
+}
+
+bool runner_capture_end(struct device *base, void **executable, struct error *error)
+{
+    struct cuda_device *device = from_base(base);
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t made = NULL;
+    bool done = runner_check(device, cudaStreamEndCapture(device->stream, &graph),
+                             "cannot end a graph", error);
+
+    if (done && executable != NULL) {
+        done = runner_check(device, cudaGraphInstantiate(&made, graph, 0), "cannot make a graph",
+                            error);
+        *executable = done ? (void *)made : NULL;
+    }
+    if (graph)
+        cudaGraphDestroy(graph);
+    return done;
+}
+
+bool runner_launch(struct device *base, void *executable, struct error *error)
+{
+    struct cuda_device *device = from_base(base);
+
+    return runner_check(device, cudaGraphLaunch((cudaGraphExec_t)executable, device->stream),
+                        "cannot launch a graph", error);
+}
+
+static bool wait_for_all(struct device *base, struct error *error)
+{
+    return runner_wait(from_base(base), "the device failed", error);
+}
+
+void runner_free_graph(struct device *base, void *executable)
+{
+    cudaSetDevice(base->ordinal);
+    cudaGraphExecDestroy((cudaGraphExec_t)executable);
+}
+
 /* ---- For benchmarks ---- */
 
 static bool upload(struct device *base, const void *data, size_t bytes, void **copy,
@@ -258,6 +307,11 @@ const struct device_operations runner_operations = {
     .upload = upload,
     .release = release,
     .copy_speed = copy_speed,
+    .capture_begin = runner_capture_begin,
+    .capture_end = runner_capture_end,
+    .launch = runner_launch,
+    .wait = wait_for_all,
+    .free_graph = runner_free_graph,
 };
 
 /* Declared first, or C++ would keep it to itself. */

@@ -490,40 +490,24 @@ static bool wait_for_step(struct forward *f, struct error *error)
 
 static bool capture_begin(struct forward *f, struct error *error)
 {
-    f->capturing = runner_check(
-        f->device, cudaStreamBeginCapture(f->device->stream, cudaStreamCaptureModeThreadLocal),
-        "cannot begin a graph", error);
+    f->capturing = runner_capture_begin(&f->device->base, error);
     return f->capturing;
 }
 
-static bool capture_end(struct forward *f, void **executable, struct error *error)
+static bool capture_end(struct forward *f, void **graph, struct error *error)
 {
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t made = NULL;
-    bool done = runner_check(f->device, cudaStreamEndCapture(f->device->stream, &graph),
-                             "cannot end a graph", error);
-
     f->capturing = false;
-    if (done && executable != NULL) {
-        done = runner_check(f->device, cudaGraphInstantiate(&made, graph, 0), "cannot make a graph",
-                            error);
-        *executable = done ? (void *)made : NULL;
-    }
-    if (graph)
-        cudaGraphDestroy(graph);
-    return done;
+    return runner_capture_end(&f->device->base, graph, error);
 }
 
-static bool launch(struct forward *f, void *executable, struct error *error)
+static bool launch(struct forward *f, void *graph, struct error *error)
 {
-    return runner_check(f->device, cudaGraphLaunch((cudaGraphExec_t)executable, f->device->stream),
-                        "cannot launch a graph", error);
+    return runner_launch(&f->device->base, graph, error);
 }
 
-static void free_graph(struct forward *f, void *executable)
+static void free_graph(struct forward *f, void *graph)
 {
-    cudaSetDevice(f->device->base.ordinal);
-    cudaGraphExecDestroy((cudaGraphExec_t)executable);
+    runner_free_graph(&f->device->base, graph);
 }
 
 static const struct forward_queue queue = {

@@ -44,6 +44,11 @@ bool runner_allocate(const struct cuda_device *device, size_t bytes, const char 
 bool runner_allocate_pinned(const struct cuda_device *device, size_t bytes, void **pointer,
                             struct error *error);
 bool runner_wait(const struct cuda_device *device, const char *what, struct error *error);
+/* As of struct device_operations. */
+bool runner_capture_begin(struct device *device, struct error *error);
+bool runner_capture_end(struct device *device, void **graph, struct error *error);
+bool runner_launch(struct device *device, void *graph, struct error *error);
+void runner_free_graph(struct device *device, void *graph);
 
 /* y[rows, n] (+)= x[rows, k] W[n, k]^T, row-major; x and W of one type, y_stride from one row of y
  * to the next; sums in f32. */
