@@ -4,11 +4,13 @@
 # nvcc and g++ alone: no autotools, BLAS or network. Each part takes less than 4 minutes on an H200;
 # FOLDER/test.json and FOLDER/measure.json hold what came out, and together are
 # FOLDER/gpu-check.json.
-#   test      random walks on CPU and GPU with equal digests, a graph over 1,000 tokens, faults; then
-#             a small case under compute-sanitizer, where that works
-#   measure   llama-3.1-8b's shape: prompts of 32K tokens and decoding at 16K and 128K, by the whole
-#             model with random weights, where there is cuBLAS; decode attention at 32K tokens over
-#             all layers' storage; factorizing, beside cuSOLVER where that is; memory
+#   test      random walks on CPU and GPU with equal digests, a graph over 1,000 tokens, faults; the
+#             runner's products and graphs, where there is cuBLAS; then a small case under
+#             compute-sanitizer, where that works
+#   measure   llama-3.1-8b's shape: factorizing, beside cuSOLVER where that is; decode attention at
+#             32K tokens over all layers' storage; prompts of 32K tokens and decoding at 16K and
+#             128K, by the whole model with random weights, where there is cuBLAS; memory
+# A part that fails says so in its file, and leaves what it had found in FOLDER/PART.partial.
 # With PUZZLEKV_GPU_CHECK=host it runs without a GPU, on tests/cuda_host and in small, to test
 # itself; PUZZLEKV_GPU_ARCH (sm_90) is what nvcc compiles for.
 set -eu
@@ -32,6 +34,16 @@ arch=${PUZZLEKV_GPU_ARCH:-sm_90}
 jobs=$(nproc)
 host=${PUZZLEKV_GPU_CHECK:-}
 cd "$source"
+rm -f "$folder/$part.json" "$folder/$part.partial" "$folder/gpu-check.json"
+
+# Toolkits are installed where neither shell nor loader look.
+PATH=$PATH:/usr/local/cuda/bin
+export PATH
+if [ -z "$host" ]; then
+    toolkit=$(dirname "$(dirname "$(command -v nvcc)")")
+    LD_LIBRARY_PATH=$toolkit/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export LD_LIBRARY_PATH
+fi
 
 # LAPACK's solver is not used, and digests are only compared: stand-ins do where there is none.
 stand_ins="-I$source/tests/gpu_check/lapacke"
@@ -39,13 +51,21 @@ echo '#include <xxhash.h>' | gcc -E - >/dev/null 2>&1 ||
     stand_ins="$stand_ins -I$source/tests/gpu_check/xxhash"
 : >"$objects/config.h"
 
-# The runner's module, which needs cuBLAS.
+# The runner's module, which needs cuBLAS to be built and to start.
+has_cublas() {
+    echo '#include <cublas_v2.h>
+        int main(void) { return cublasGetCudartVersion() == 0; }' >"$objects/probe.cu"
+    nvcc -o "$objects/probe" "$objects/probe.cu" -lcublas >"$objects/probe.log" 2>&1 &&
+        "$objects/probe" >>"$objects/probe.log" 2>&1
+}
 models=
 models_flags=
-if [ "$host" ] || echo '#include <cublas_v2.h>' | nvcc -E -x cu - >/dev/null 2>&1; then
+if [ "$host" ] || has_cublas; then
     models="tools/runner/cuda/device.cu tools/runner/cuda/forward.cu tools/runner/cuda/kernels.cu
         tests/gpu_check/models.cu"
     models_flags='-DHAVE_MODELS -Itools/runner/cuda -Itools'
+else
+    echo "gpu-check.sh: no models: there is no cuBLAS, see $objects/probe.log" >&2
 fi
 rm -f "$objects"/*.o
 
@@ -83,25 +103,40 @@ fi
 
 small=${host:+small}
 # shellcheck disable=SC2086 # no word where there is none
-OMP_NUM_THREADS=4 "$objects/gpu_check" "$part" $small >"$folder/part.json"
+if ! OMP_NUM_THREADS=4 timeout 210 "$objects/gpu_check" "$part" $small >"$folder/$part.partial" \
+    2>"$folder/$part.log"; then
+    cat "$folder/$part.log" >&2
+    printf '{"failed": "%s"}\n' "$(tail -n 1 "$folder/$part.log" | tr -d '"\\\000-\037')" \
+        >"$folder/$part.json"
+    exit 1
+fi
+cat "$folder/$part.log" >&2
 
+# It asks for more memory than there is on purpose, and looks itself at what calls return.
 memcheck='not run'
 if [ "$part" = test ] && [ -z "$host" ] && command -v compute-sanitizer >/dev/null; then
-    if timeout 90 compute-sanitizer --error-exitcode 9 "$objects/gpu_check" test small \
-        >"$folder/memcheck.log" 2>&1; then
-        memcheck=clean
-    elif [ $? -eq 9 ]; then
-        memcheck=errors
-    else
-        memcheck='does not work here'
-    fi
+    status=0
+    timeout 90 compute-sanitizer --report-api-errors no --error-exitcode 9 "$objects/gpu_check" \
+        test small >"$folder/memcheck.log" 2>&1 || status=$?
+    case $status in
+    0) memcheck=clean ;;
+    9) memcheck=errors ;;
+    124) memcheck='not done in 90 s' ;;
+    *) # gpu_check began, or the sanitizer did not
+        if grep -q '"device"' "$folder/memcheck.log"; then
+            memcheck="failed with status $status"
+        else
+            memcheck='does not work here'
+        fi
+        ;;
+    esac
 fi
 if [ "$part" = test ]; then
-    sed "\$ s/.*/,  \"memcheck\": \"$memcheck\"\n}/" "$folder/part.json" >"$folder/test.json"
+    sed "\$ s/.*/,  \"memcheck\": \"$memcheck\"\n}/" "$folder/test.partial" >"$folder/test.json"
 else
-    cp "$folder/part.json" "$folder/measure.json"
+    cp "$folder/measure.partial" "$folder/measure.json"
 fi
-rm "$folder/part.json"
+rm "$folder/$part.partial"
 if [ -f "$folder/test.json" ] && [ -f "$folder/measure.json" ]; then
     {
         echo '{"test":'
@@ -112,4 +147,6 @@ if [ -f "$folder/test.json" ] && [ -f "$folder/measure.json" ]; then
     } >"$folder/gpu-check.json"
 fi
 cat "$folder/$part.json"
-[ "$memcheck" != errors ]
+case $memcheck in
+errors | failed*) exit 1 ;;
+esac

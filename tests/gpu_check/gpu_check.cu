@@ -106,11 +106,19 @@ static double difference(struct rows *rows, size_t n)
 
 #define MOST_ROWS 96
 
-/* The same steps, forks, cuts and aborts on both: the same digest after each, and outputs within
- * the bounds of f32 and of packed arithmetic. Returns the largest difference of the outputs. */
-static double walk(const struct shape &shape, pkv_dtype dtype, pkv_factors factors, size_t steps)
+/* Of outputs, max|CPU - device| / max|CPU|: in f32, and of packed arithmetic. */
+static double bound_of(pkv_dtype dtype, pkv_factors factors)
 {
-    const double bound = dtype == PKV_F32 ? 2e-5 : factors == PKV_FACTORS_INT4 ? 2e-2 : 1e-2;
+    return dtype == PKV_F32 ? 2e-5 : factors == PKV_FACTORS_INT4 ? 2e-2 : 1e-2;
+}
+
+/* The same steps, forks, cuts and aborts on both, on the device with a stream of the cache's own or
+ * not: the same digest after each, and outputs within their bound. Returns the largest difference
+ * of the outputs. */
+static double walk(const struct shape &shape, pkv_dtype dtype, pkv_factors factors, size_t steps,
+                   bool own_stream)
+{
+    const double bound = bound_of(dtype, factors);
     pkv_config config = config_of(shape, dtype, factors);
     pkv_cache *caches[2];
     pkv_seq *sequences[2][3];
@@ -125,7 +133,7 @@ static double walk(const struct shape &shape, pkv_dtype dtype, pkv_factors facto
     config.max_tokens = 3 * MOST_ROWS * (steps + 1);
     config.max_step_tokens = MOST_ROWS;
     for (int j = 0; j < 2; j++) {
-        config.stream = j == 1 ? stream : NULL;
+        config.stream = j == 1 && !own_stream ? stream : NULL;
         caches[j] = open_cache(j == 0 ? &backend_cpu : &backend_cuda, config);
         REQUIRE_OK(caches[j], pkv_seq_open(caches[j], &sequences[j][0]));
     }
@@ -183,18 +191,20 @@ static double walk(const struct shape &shape, pkv_dtype dtype, pkv_factors facto
     return worst;
 }
 
-/* One graph decodes; a bad value is told late, and what fails leaves all as it was. */
-static void graph_and_faults(const struct shape &shape, size_t tokens)
+/* One graph decodes; a bad value is told late, and changes nothing. Returns the largest difference
+ * of the outputs. */
+static double graph_and_faults(const struct shape &shape, size_t tokens)
 {
+    const double bound = bound_of(PKV_BF16, PKV_FACTORS_NATIVE);
     pkv_config config = config_of(shape, PKV_BF16, PKV_FACTORS_NATIVE);
-    pkv_cache *caches[2], *none;
+    pkv_cache *caches[2];
     pkv_step_item items[2];
     struct rows rows;
     cudaStream_t stream;
     cudaGraph_t graph;
     cudaGraphExec_t executable = NULL;
-    char message[PKV_MESSAGE_BYTES];
     uint64_t before, after;
+    double worst = 0.0;
     pkv_step *step;
 
     REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -207,7 +217,8 @@ static void graph_and_faults(const struct shape &shape, size_t tokens)
         items[j].tokens = 1;
         REQUIRE_OK(caches[j], pkv_seq_open(caches[j], &items[j].seq));
     }
-    /* Operands stay where they are, so all layers get the same rows. */
+    /* Operands stay where they are, so all layers get the same rows, and the last one's output is
+     * seen. */
     for (size_t i = 0; i < tokens; i++) {
         fill_rows(&rows);
         for (int j = 0; j < 2; j++) {
@@ -230,7 +241,8 @@ static void graph_and_faults(const struct shape &shape, size_t tokens)
             REQUIRE_OK(caches[j], pkv_step_end(step));
         }
         /* The next rows go to the same place. */
-        REQUIRE_CUDA(cudaStreamSynchronize(stream));
+        worst = fmax(worst, difference(&rows, shape.query_heads * shape.d));
+        REQUIRE(worst <= bound);
     }
     before = digest_of(caches[0]);
     REQUIRE(digest_of(caches[1]) == before);
@@ -246,18 +258,25 @@ static void graph_and_faults(const struct shape &shape, size_t tokens)
     REQUIRE(pkv_seq_truncate(items[1].seq, tokens - 1) == PKV_ERROR_VALUE);
     REQUIRE_OK(caches[1], pkv_seq_truncate(items[1].seq, tokens));
     REQUIRE(digest_of(caches[1]) == before);
-
-    /* A pool that no card holds. */
-    config.max_tokens = (size_t)1 << 30;
-    config.kv_heads = config.query_heads = 64;
-    REQUIRE(cache_open_with(&backend_cuda, &config, &none, message) == PKV_ERROR_MEMORY);
-    REQUIRE(strstr(message, "out of memory") != NULL);
-    REQUIRE(digest_of(caches[1]) == before);
     for (pkv_cache *cache : caches)
         pkv_cache_close(cache);
     REQUIRE_CUDA(cudaGraphExecDestroy(executable));
     close_rows(&rows);
     REQUIRE_CUDA(cudaStreamDestroy(stream));
+    return worst;
+}
+
+/* A pool that no card holds. */
+static void pool_too_large(const struct shape &shape)
+{
+    pkv_config config = config_of(shape, PKV_BF16, PKV_FACTORS_NATIVE);
+    char message[PKV_MESSAGE_BYTES];
+    pkv_cache *cache;
+
+    config.max_tokens = (size_t)1 << 30;
+    config.kv_heads = config.query_heads = 64;
+    REQUIRE(cache_open_with(&backend_cuda, &config, &cache, message) == PKV_ERROR_MEMORY);
+    REQUIRE(strstr(message, "out of memory") != NULL);
 }
 
 static void run_tests(bool small)
@@ -278,15 +297,27 @@ static void run_tests(bool small)
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         random_state = i;
 
-        const double other = walk(plain, kinds[i].dtype, kinds[i].factors, small ? 8 : 60);
-        const double main = walk(tuned, kinds[i].dtype, kinds[i].factors, small ? 4 : 60);
+        const bool own_stream = i % 2 == 1;
+        const double other =
+            walk(plain, kinds[i].dtype, kinds[i].factors, small ? 8 : 60, own_stream);
+        const double main =
+            walk(tuned, kinds[i].dtype, kinds[i].factors, small ? 4 : 60, own_stream);
 
         printf("%s\n    \"%s\": {\"output_difference\": %.3g}", i > 0 ? "," : "", kinds[i].name,
                fmax(main, other));
         fflush(stdout);
     }
-    graph_and_faults(plain, small ? 60 : 1000);
-    printf("\n  },\n  \"graph_tokens\": %d\n", small ? 60 : 1000);
+    const double other = graph_and_faults(plain, small ? 60 : 1000);
+    const double main = graph_and_faults(tuned, small ? 60 : 1000);
+
+    pool_too_large(plain);
+    printf("\n  },\n  \"graph\": {\"tokens\": %d, \"output_difference\": %.3g},\n",
+           small ? 60 : 1000, fmax(main, other));
+#ifdef HAVE_MODELS
+    test_models();
+#else
+    printf("  \"model\": null\n");
+#endif
 }
 
 /* ---- Measurements ---- */
@@ -308,81 +339,180 @@ static double copy_bandwidth(cudaStream_t stream, size_t bytes)
     return 2e-6 * (double)bytes / ms;
 }
 
-struct figures {
-    double decode_us; /* of a step's kernels, all layers */
-    double bytes;     /* that it reads, payload of the sequences */
+/* What one policy's cache takes to decode a token of each sequence. */
+struct contestant {
+    pkv_cache *cache;
+    std::vector<pkv_step_item> items;
+    pkv_step *step;
+    cudaGraphExec_t graphs[2]; /* of it, and without attention */
+    double bytes;              /* that it reads, payload of the sequences */
     double reserved_bytes;
-    double factorize_us; /* a page of one layer and head */
+    double factorize_us;         /* a page of one layer and head */
+    std::vector<double> step_us; /* all layers */
+    std::vector<double> us;      /* what attention adds to the rest */
 };
 
-/* `batch` sequences of `tokens` random tokens, fed in chunks without queries, then a graph of one
- * step of decoding; every layer has pages of its own. */
-static struct figures measure_policy(const struct shape &shape, pkv_factors factors, size_t batch,
-                                     size_t tokens, cudaStream_t stream)
+static cudaGraphExec_t capture(struct contestant *c, const struct shape &shape, struct rows *rows,
+                               bool attends)
 {
-    const size_t chunk = tokens < 2048 ? tokens : 2048;
-    pkv_config config = config_of(shape, PKV_BF16, factors);
-    std::vector<pkv_step_item> items(batch);
-    struct figures figures = {};
-    pkv_stats stats = {};
-    struct rows rows;
     cudaGraph_t graph;
     cudaGraphExec_t executable;
-    pkv_cache *cache;
-    pkv_step *step;
+
+    REQUIRE_OK(c->cache, pkv_step_begin(c->cache, c->items.data(), c->items.size(), &c->step));
+    REQUIRE_CUDA(cudaStreamBeginCapture(rows->stream, cudaStreamCaptureModeThreadLocal));
+    for (size_t layer = 0; layer < shape.layers; layer++) {
+        pkv_step_io io = io_of(rows, true);
+
+        if (!attends)
+            io.out.data = NULL;
+        REQUIRE_OK(c->cache, pkv_step_layer(c->step, layer, &io));
+    }
+    REQUIRE_CUDA(cudaStreamEndCapture(rows->stream, &graph));
+    REQUIRE_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+    REQUIRE_CUDA(cudaGraphDestroy(graph));
+    pkv_step_abort(c->step);
+    return executable;
+}
+
+/* `batch` sequences of `tokens` random tokens, fed in chunks without queries, then a step of
+ * decoding, which stays open; every layer has pages of its own. */
+static struct contestant open_contestant(const struct shape &shape, pkv_factors factors,
+                                         size_t batch, size_t tokens, struct rows *rows)
+{
+    const size_t chunk = rows->k.size() / (shape.kv_heads * shape.d);
+    pkv_config config = config_of(shape, PKV_BF16, factors);
+    struct contestant c = {};
+    pkv_stats stats = {};
 
     config.max_sequences = batch;
     config.max_tokens = batch * (tokens + 64);
-    config.max_step_tokens = chunk > batch ? chunk : batch;
-    config.stream = stream;
-    cache = open_cache(&backend_cuda, config);
-    open_rows(&rows, shape, config.max_step_tokens, stream);
-    fill_rows(&rows);
-    for (size_t i = 0; i < batch; i++) {
-        REQUIRE_OK(cache, pkv_seq_open(cache, &items[i].seq));
-        for (size_t t = 0; t < tokens; t += chunk) {
-            items[i].tokens = tokens - t < chunk ? tokens - t : chunk;
-            REQUIRE_OK(cache, pkv_step_begin(cache, &items[i], 1, &step));
+    config.max_step_tokens = chunk;
+    config.stream = rows->stream;
+    c.cache = open_cache(&backend_cuda, config);
+    c.items.resize(batch);
+    for (pkv_step_item &item : c.items) {
+        REQUIRE_OK(c.cache, pkv_seq_open(c.cache, &item.seq));
+        for (size_t t = 0; t < tokens; t += item.tokens) {
+            item.tokens = tokens - t < chunk ? tokens - t : chunk;
+            REQUIRE_OK(c.cache, pkv_step_begin(c.cache, &item, 1, &c.step));
             for (size_t layer = 0; layer < shape.layers; layer++) {
-                pkv_step_io io = io_of(&rows, true);
+                pkv_step_io io = io_of(rows, true);
 
                 io.out.data = NULL;
-                REQUIRE_OK(cache, pkv_step_layer(step, layer, &io));
+                REQUIRE_OK(c.cache, pkv_step_layer(c.step, layer, &io));
             }
-            REQUIRE_OK(cache, pkv_step_end(step));
+            REQUIRE_OK(c.cache, pkv_step_end(c.step));
         }
-        items[i].tokens = 1;
+        item.tokens = 1;
     }
     stats.struct_size = sizeof stats;
-    REQUIRE_OK(cache, pkv_cache_stats(cache, &stats));
-    figures.bytes = (double)stats.payload_bytes;
-    figures.reserved_bytes = (double)stats.reserved_bytes;
+    REQUIRE_OK(c.cache, pkv_cache_stats(c.cache, &stats));
+    c.bytes = (double)stats.payload_bytes;
+    c.reserved_bytes = (double)stats.reserved_bytes;
     if (factors != PKV_FACTORS_NONE)
-        figures.factorize_us = 1e6 * stats.factorize_seconds /
-                               (double)(stats.factorized_pages * shape.layers * shape.kv_heads);
+        c.factorize_us = 1e6 * stats.factorize_seconds /
+                         (double)(stats.factorized_pages * shape.layers * shape.kv_heads);
+    for (int i = 0; i < 2; i++)
+        c.graphs[i] = capture(&c, shape, rows, i == 0);
+    REQUIRE_OK(c.cache, pkv_step_begin(c.cache, c.items.data(), batch, &c.step));
+    REQUIRE_OK(c.cache, pkv_step_replay(c.step));
+    return c;
+}
 
-    REQUIRE_OK(cache, pkv_step_begin(cache, items.data(), batch, &step));
-    REQUIRE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (size_t layer = 0; layer < shape.layers; layer++) {
-        pkv_step_io io = io_of(&rows, true);
+static void close_contestant(struct contestant *c)
+{
+    pkv_step_abort(c->step);
+    for (cudaGraphExec_t graph : c->graphs)
+        REQUIRE_CUDA(cudaGraphExecDestroy(graph));
+    pkv_cache_close(c->cache);
+}
 
-        REQUIRE_OK(cache, pkv_step_layer(step, layer, &io));
+/* Several launches, so that the first one's way to the device does not count. The same step again
+ * and again: it changes nothing that it reads. */
+static void time_contestant(struct contestant *c, cudaStream_t stream, bool counts)
+{
+    const size_t launches = 5;
+    double us[2];
+
+    for (int i = 0; i < 2; i++) {
+        us[i] = 1e3 / (double)launches * queue_ms(stream, [&]() {
+                    for (size_t n = 0; n < launches; n++)
+                        REQUIRE_CUDA(cudaGraphLaunch(c->graphs[i], stream));
+                });
     }
-    REQUIRE_CUDA(cudaStreamEndCapture(stream, &graph));
-    REQUIRE_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-    /* The same step again and again: it changes nothing that it reads. */
-    figures.decode_us =
-        1e3 * median_ms(stream, 15, [&]() { REQUIRE_CUDA(cudaGraphLaunch(executable, stream)); });
-    pkv_step_abort(step);
-    REQUIRE_CUDA(cudaGraphExecDestroy(executable));
-    REQUIRE_CUDA(cudaGraphDestroy(graph));
+    if (counts) {
+        c->step_us.push_back(us[0]);
+        c->us.push_back(us[0] - us[1]);
+    }
+}
+
+#define POLICIES 3
+
+/* All policies in turn, round after round. */
+static void measure_decode(const struct shape &shape, size_t batch, size_t tokens, size_t rounds,
+                           double bandwidth, cudaStream_t stream)
+{
+    static const struct {
+        const char *name;
+        pkv_factors factors;
+    } policies[POLICIES] = {{"raw", PKV_FACTORS_NONE},
+                            {"puzzle", PKV_FACTORS_NATIVE},
+                            {"puzzle-int4", PKV_FACTORS_INT4}};
+    struct contestant contestants[POLICIES];
+    struct rows rows;
+    double raw_us = 0.0, raw_step_us = 0.0;
+
+    open_rows(&rows, shape, tokens < 2048 ? tokens : 2048, stream);
+    fill_rows(&rows);
+    for (size_t i = 0; i < POLICIES; i++)
+        contestants[i] = open_contestant(shape, policies[i].factors, batch, tokens, &rows);
+    for (size_t round = 0; round <= rounds; round++)
+        for (struct contestant &c : contestants)
+            time_contestant(&c, stream, round > 0);
+    for (size_t i = 0; i < POLICIES; i++) {
+        const struct contestant &c = contestants[i];
+        const double us = median(c.us), step_us = median(c.step_us);
+
+        raw_us = i == 0 ? us : raw_us;
+        raw_step_us = i == 0 ? step_us : raw_step_us;
+        printf("%s\n    {\"kv\": \"%s\", \"batch\": %zu, \"layers\": %zu, \"us_per_step\": %.2f, "
+               "\"step_speedup\": %.3f, \"attention_us\": %.2f, \"speedup\": %.3f, "
+               "\"read_gb_per_s\": %.1f, \"share_of_copy\": %.3f, \"pool_ratio\": %.4f, "
+               "\"factorize_us_per_page_head\": %.4f}",
+               i > 0 ? "," : "", policies[i].name, batch, shape.layers, step_us,
+               raw_step_us / step_us, us, raw_us / us, 1e-3 * c.bytes / us,
+               1e-3 * c.bytes / us / bandwidth, c.reserved_bytes / contestants[0].reserved_bytes,
+               c.factorize_us);
+    }
+    fflush(stdout);
+    for (struct contestant &c : contestants)
+        close_contestant(&c);
     close_rows(&rows);
-    pkv_cache_close(cache);
-    return figures;
+}
+
+/* A sequence of `tokens` tokens in steps of `rows`, of which K and V are both `data`. */
+static pkv_status store_all(pkv_cache *cache, size_t layers, size_t tokens, size_t rows,
+                            const void *data)
+{
+    pkv_step_item item = {NULL, rows};
+    pkv_step_io io = {};
+    pkv_status status = pkv_seq_open(cache, &item.seq);
+    pkv_step *step;
+
+    io.struct_size = sizeof io;
+    io.k = io.v = pkv_input{data, PKV_BF16, 0, 0};
+    for (size_t t = 0; t < tokens && status == PKV_OK; t += rows) {
+        status = pkv_step_begin(cache, &item, 1, &step);
+        for (size_t layer = 0; layer < layers && status == PKV_OK; layer++)
+            status = pkv_step_layer(step, layer, &io);
+        if (status == PKV_OK)
+            status = pkv_step_end(step);
+    }
+    return status == PKV_OK ? pkv_seq_close(item.seq) : status;
 }
 
 /* Nanoseconds of a page of K or V of one head, everything included, with steps of `rows` tokens.
- * Negative where the machine has no such solver. */
+ * Negative, and said why, where cuSOLVER is not there or fails. */
 static double measure_factorize(const struct shape &shape, pkv_solver solver, size_t tokens,
                                 size_t rows, cudaStream_t stream)
 {
@@ -401,35 +531,27 @@ static double measure_factorize(const struct shape &shape, pkv_solver solver, si
     config.max_tokens = tokens;
     config.max_step_tokens = rows;
     config.stream = stream;
-    status = cache_open_with(&backend_cuda, &config, &cache, message);
-    if (status == PKV_ERROR_UNSUPPORTED)
-        return -1.0;
-    if (status != PKV_OK)
-        stop(__FILE__, __LINE__, "cannot open a cache", message);
     for (uint16_t &x : values) /* bf16 of magnitude 1 to 4 */
         x = (uint16_t)(0x3f80 + random_number() % 0x100 + (random_number() >> 31 << 15));
     REQUIRE_CUDA(cudaMalloc(&data, elements * sizeof values[0]));
     REQUIRE_CUDA(cudaMemcpyAsync(data, values.data(), elements * sizeof values[0],
                                  cudaMemcpyHostToDevice, stream));
-    ms = median_ms(stream, 3, [&]() {
-        pkv_step_item item = {NULL, rows};
-        pkv_step_io io = {};
-        pkv_step *step;
-
-        io.struct_size = sizeof io;
-        io.k = io.v = pkv_input{data, PKV_BF16, 0, 0};
-        REQUIRE_OK(cache, pkv_seq_open(cache, &item.seq));
-        for (size_t t = 0; t < tokens; t += rows) {
-            REQUIRE_OK(cache, pkv_step_begin(cache, &item, 1, &step));
-            for (size_t layer = 0; layer < shape.layers; layer++)
-                REQUIRE_OK(cache, pkv_step_layer(step, layer, &io));
-            REQUIRE_OK(cache, pkv_step_end(step));
-        }
-        REQUIRE_OK(cache, pkv_seq_close(item.seq));
-    });
+    status = cache_open_with(&backend_cuda, &config, &cache, message);
+    if (status == PKV_OK) {
+        ms = median_ms(stream, 3, [&]() {
+            if (status == PKV_OK)
+                status = store_all(cache, shape.layers, tokens, rows, data);
+        });
+        snprintf(message, sizeof message, "%s", pkv_cache_message(cache));
+        pkv_cache_close(cache);
+    }
     REQUIRE_CUDA(cudaFree(data));
-    pkv_cache_close(cache);
-    return 1e6 * ms / (double)pages;
+    if (status == PKV_OK)
+        return 1e6 * ms / (double)pages;
+    if (solver != PKV_SOLVER_CUSOLVER)
+        stop(__FILE__, __LINE__, "factorize", message);
+    fprintf(stderr, "cuSOLVER: %s\n", message);
+    return -1.0;
 }
 
 /* 262,144 pages of 32 x 128, of which a step of all tokens has 16,384 a layer. cuSOLVER may like
@@ -442,10 +564,11 @@ static void measure_solvers(bool small, cudaStream_t stream)
     double batched = INFINITY, cusolver = INFINITY;
 
     for (size_t rows = tokens; rows >= tokens / (small ? 2 : 16); rows /= 2) {
-        const double other = measure_factorize(shape, PKV_SOLVER_CUSOLVER, tokens, rows, stream);
-
         batched = fmin(batched, measure_factorize(shape, PKV_SOLVER_BATCHED, tokens, rows, stream));
-        cusolver = other < 0 ? other : fmin(cusolver, other);
+        /* Where it failed it is not tried again. */
+        if (cusolver >= 0)
+            cusolver =
+                fmin(cusolver, measure_factorize(shape, PKV_SOLVER_CUSOLVER, tokens, rows, stream));
     }
     printf("  \"factorize\": {\"pages\": %zu, \"batched_ns_per_page\": %.2f",
            tokens / shape.page * shape.kv_heads * 2 * shape.layers, batched);
@@ -459,12 +582,6 @@ static void measure_solvers(bool small, cudaStream_t stream)
 
 static void measure(bool small)
 {
-    static const struct {
-        const char *name;
-        pkv_factors factors;
-    } policies[] = {{"raw", PKV_FACTORS_NONE},
-                    {"puzzle", PKV_FACTORS_NATIVE},
-                    {"puzzle-int4", PKV_FACTORS_INT4}};
     /* llama-3.1-8b; with many sequences a few layers are many times what caches hold. */
     struct shape shape = {
         small ? 2u : 32u, small ? 4u : 32u, small ? 2u : 8u, small ? 64u : 128u, 32, 16, 14};
@@ -475,34 +592,20 @@ static void measure(bool small)
 
     REQUIRE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     measure_solvers(small, stream);
-#ifdef HAVE_MODELS
-    measure_models(small);
-#endif
     bandwidth = copy_bandwidth(stream, small ? 1 << 16 : (size_t)4 << 30);
     printf("  \"copy_gb_per_s\": %.1f,\n  \"tokens\": %zu,\n  \"decode\": [", bandwidth, tokens);
     for (size_t b = 0; b < 2; b++) {
-        struct figures raw = {};
-
         shape.layers = small ? 2 : batches[b] == 1 ? 32 : 4;
-        for (size_t i = 0; i < 3; i++) {
-            const struct figures figures =
-                measure_policy(shape, policies[i].factors, batches[b], tokens, stream);
-
-            if (i == 0)
-                raw = figures;
-            printf(
-                "%s\n    {\"kv\": \"%s\", \"batch\": %zu, \"layers\": %zu, \"us_per_step\": %.2f, "
-                "\"speedup\": %.3f, \"read_gb_per_s\": %.1f, \"share_of_copy\": %.3f, "
-                "\"pool_ratio\": %.4f, \"factorize_us_per_page_head\": %.4f}",
-                b + i > 0 ? "," : "", policies[i].name, batches[b], shape.layers, figures.decode_us,
-                raw.decode_us / figures.decode_us, 1e-3 * figures.bytes / figures.decode_us,
-                1e-3 * figures.bytes / figures.decode_us / bandwidth,
-                figures.reserved_bytes / raw.reserved_bytes, figures.factorize_us);
-            fflush(stdout);
-        }
+        printf("%s", b > 0 ? "," : "");
+        measure_decode(shape, batches[b], tokens, small ? 2 : 15, bandwidth, stream);
     }
-    printf("\n  ]\n");
+    printf("\n  ],\n");
     REQUIRE_CUDA(cudaStreamDestroy(stream));
+#ifdef HAVE_MODELS
+    measure_models(small);
+#else
+    printf("  \"model\": null\n");
+#endif
 }
 
 int main(int argc, char **argv)

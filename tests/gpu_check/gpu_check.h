@@ -47,27 +47,32 @@ static inline double median(std::vector<double> x)
     return x[x.size() / 2];
 }
 
-/* Milliseconds of a queue, the median of several times. */
-template <typename F> static inline double median_ms(cudaStream_t stream, size_t times, F queue)
+/* Milliseconds between two events of which one follows, on the stream, what is queued. */
+template <typename F> static inline double queue_ms(cudaStream_t stream, F queue)
 {
-    std::vector<double> ms;
     cudaEvent_t begin, end;
+    float ms;
 
     REQUIRE_CUDA(cudaEventCreate(&begin));
     REQUIRE_CUDA(cudaEventCreate(&end));
+    REQUIRE_CUDA(cudaEventRecord(begin, stream));
     queue();
-    for (size_t i = 0; i < times; i++) {
-        float now;
-
-        REQUIRE_CUDA(cudaEventRecord(begin, stream));
-        queue();
-        REQUIRE_CUDA(cudaEventRecord(end, stream));
-        REQUIRE_CUDA(cudaEventSynchronize(end));
-        REQUIRE_CUDA(cudaEventElapsedTime(&now, begin, end));
-        ms.push_back((double)now);
-    }
+    REQUIRE_CUDA(cudaEventRecord(end, stream));
+    REQUIRE_CUDA(cudaEventSynchronize(end));
+    REQUIRE_CUDA(cudaEventElapsedTime(&ms, begin, end));
     REQUIRE_CUDA(cudaEventDestroy(begin));
     REQUIRE_CUDA(cudaEventDestroy(end));
+    return (double)ms;
+}
+
+/* The median of several times, after one to warm up. */
+template <typename F> static inline double median_ms(cudaStream_t stream, size_t times, F queue)
+{
+    std::vector<double> ms;
+
+    queue();
+    for (size_t i = 0; i < times; i++)
+        ms.push_back(queue_ms(stream, queue));
     return median(ms);
 }
 
@@ -104,8 +109,12 @@ static inline pkv_cache *open_cache(const struct backend_ops *ops, const pkv_con
 
 /* ---- models.cu ---- */
 
-/* Prompts and decoding of a whole model with random weights: the members "model" and "memory" of
- * the JSON. `small` is for a device that is none. */
+/* Matrix products against sums in f64, and a small model whose tokens are the same by a graph and
+ * without: the member "model" of the JSON. */
+void test_models(void);
+
+/* Prompts and decoding of a whole model with random weights: the members "memory" and "model".
+ * `small` is for a device that is none. */
 void measure_models(bool small);
 
 #endif

@@ -378,6 +378,153 @@ static void measure_memory(const struct transformer *t, size_t tokens)
     close_sequence(t, &more);
 }
 
+/* ---- Tests ---- */
+
+static float bf16(float x)
+{
+    uint32_t bits;
+
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+
+/* Rows of a type on the device, from floats that it represents. */
+static void *upload(const struct transformer *t, const std::vector<float> &from, pkv_dtype dtype)
+{
+    std::vector<uint16_t> halves;
+    const void *source = from.data();
+    size_t bytes = from.size() * sizeof(float);
+    void *copy;
+
+    if (dtype == PKV_BF16) {
+        for (float x : from) {
+            uint32_t bits;
+
+            memcpy(&bits, &x, sizeof bits);
+            halves.push_back((uint16_t)(bits >> 16));
+        }
+        source = halves.data();
+        bytes = halves.size() * sizeof(uint16_t);
+    }
+    REQUIRE_RUNNER(runner_operations.upload(t->device, source, bytes, &copy, &error));
+    return copy;
+}
+
+static std::vector<float> download(const struct transformer *t, const void *from, size_t count,
+                                   pkv_dtype dtype)
+{
+    std::vector<float> values(count);
+    std::vector<uint16_t> halves(count);
+    void *to = dtype == PKV_BF16 ? (void *)halves.data() : (void *)values.data();
+
+    REQUIRE_CUDA(cudaMemcpyAsync(to, from, count * (dtype == PKV_BF16 ? 2 : 4),
+                                 cudaMemcpyDeviceToHost, stream_of(t)));
+    REQUIRE_CUDA(cudaStreamSynchronize(stream_of(t)));
+    for (size_t i = 0; i < count && dtype == PKV_BF16; i++) {
+        const uint32_t bits = (uint32_t)halves[i] << 16;
+
+        memcpy(&values[i], &bits, sizeof bits);
+    }
+    return values;
+}
+
+/* The largest |device - f64| / sum of |products| of one product, which is one of sums in f32 and of
+ * rounding the result. */
+static double product_difference(const struct transformer *t, size_t rows, pkv_dtype dtype,
+                                 pkv_dtype y_dtype, bool add)
+{
+    const size_t n = 96, k = 64;
+    const double bound = y_dtype == PKV_F32 ? 1e-5 : 0x1p-8;
+    std::vector<float> x(rows * k), w(n * k), y(rows * n);
+    struct matrix_product product = {};
+    uint64_t state = rows;
+    double worst = 0.0;
+    void *on_device[3];
+
+    for (std::vector<float> *all : {&x, &w, &y}) {
+        for (float &value : *all) {
+            state = state * 6364136223846793005u + 1442695040888963407u;
+            value = bf16((float)(int32_t)(state >> 32) * 0x3p-31f);
+        }
+    }
+    on_device[0] = upload(t, x, dtype);
+    on_device[1] = upload(t, w, dtype);
+    on_device[2] = upload(t, y, y_dtype);
+    product.dtype = dtype;
+    product.x = on_device[0];
+    product.weight = on_device[1];
+    product.rows = rows;
+    product.n = n;
+    product.k = k;
+    product.y = on_device[2];
+    product.y_dtype = y_dtype;
+    product.add = add;
+    REQUIRE_RUNNER(runner_multiply((struct cuda_device *)t->device, &product, &error));
+
+    const std::vector<float> got = download(t, on_device[2], rows * n, y_dtype);
+
+    for (size_t i = 0; i < rows; i++) {
+        for (size_t j = 0; j < n; j++) {
+            double sum = add ? (double)y[i * n + j] : 0.0, all = fabs(sum);
+
+            for (size_t c = 0; c < k; c++) {
+                const double term = (double)x[i * k + c] * (double)w[j * k + c];
+
+                sum += term;
+                all += fabs(term);
+            }
+            worst = fmax(worst, fabs((double)got[i * n + j] - sum) / all);
+        }
+    }
+    REQUIRE(worst <= bound);
+    for (void *pointer : on_device)
+        runner_operations.release(t->device, pointer);
+    return worst;
+}
+
+/* The same tokens by a graph and without. */
+static void compare_decoding(const struct transformer *t, pkv_factors factors, size_t tokens)
+{
+    struct sequence s[2];
+    int32_t next[2] = {1, 1};
+
+    for (struct sequence &one : s)
+        one = open_sequence(t, factors, tokens + 100, 100);
+    for (int i = 0; i < 2; i++) {
+        fill(t, &s[i], 90, 90);
+        next[i] = take(t, &s[i], &next[i], 1, false);
+    }
+    for (size_t n = 0; n < tokens; n++) {
+        for (int i = 0; i < 2; i++)
+            next[i] = take(t, &s[i], &next[i], 1, i == 1);
+        REQUIRE(next[0] == next[1]);
+    }
+    for (struct sequence &one : s)
+        close_sequence(t, &one);
+}
+
+void test_models(void)
+{
+    struct transformer t = {};
+    double worst = 0.0;
+
+    open_transformer(&t, true);
+    for (size_t rows = 1; rows <= 5; rows += 4) {
+        worst = fmax(worst, product_difference(&t, rows, PKV_F32, PKV_F32, false));
+        worst = fmax(worst, product_difference(&t, rows, PKV_F32, PKV_F32, true));
+        worst = fmax(worst, product_difference(&t, rows, PKV_BF16, PKV_F32, true));
+        product_difference(&t, rows, PKV_BF16, PKV_BF16, false);
+    }
+    for (size_t i = 0; i < POLICIES; i++)
+        compare_decoding(&t, kinds[i].factors, 40);
+    printf("  \"model\": {\"graph_tokens\": 40, \"product_difference\": %.3g}\n", worst);
+    close_transformer(&t);
+}
+
+/* ---- The measurements ---- */
+
 void measure_models(bool small)
 {
     struct transformer t = {};
@@ -390,6 +537,6 @@ void measure_models(bool small)
     measure_decoding(&t, small ? 100 : 16384, small ? 50 : 4096, small ? 1 : 5, small ? 3 : 32);
     printf(",");
     measure_decoding(&t, small ? 200 : 131072, small ? 50 : 4096, small ? 1 : 5, small ? 3 : 32);
-    printf("\n    ]\n  },\n");
+    printf("\n    ]\n  }\n");
     close_transformer(&t);
 }
