@@ -36,8 +36,6 @@
 #define BLOCKS_AT_ONCE 3
 #endif
 
-#define MAX_ITEMS 65535 /* of a launch */
-
 /* States whose weights are worked out at once. */
 #define MERGED_AT_ONCE 32
 
@@ -50,9 +48,9 @@ struct decode_views {
     pkv_input q, k, v;
     pkv_output out;
     float *lse;
-    float *states;      /* of this launch's blocks; see state_of */
-    unsigned *arrivals; /* [items][KV heads], 0 between launches */
-    size_t first_item;
+    float *states;               /* of this launch's blocks; see state_of */
+    unsigned *arrivals;          /* [items][KV heads], 0 between launches */
+    size_t first_item, end_item; /* of the launch */
 };
 
 /* ---- B ---- */
@@ -475,11 +473,12 @@ __device__ static void load_queries(const struct decode_views *a, size_t row, un
 
 template <unsigned D, pkv_dtype DTYPE, bool CODED_K, bool CODED_V>
 __device__ static void attend_warp(const struct decode_views *a, const struct device_item *item,
-                                   const struct page *table, unsigned kv_head, float *shared)
+                                   const struct page *table, size_t block, unsigned kv_head,
+                                   float *shared)
 {
     const unsigned lane = threadIdx.x % 32;
     const unsigned g = lane / 4, t = lane % 4;
-    const size_t first = (size_t)blockIdx.x * BLOCK_PAGES + threadIdx.x / 32 * WARP_PAGES;
+    const size_t first = block * BLOCK_PAGES + threadIdx.x / 32 * WARP_PAGES;
     const float scale = shared[shared_places<D>::scale + g];
     unsigned tokens = 0; /* of the warp's pages that are left */
     struct split_b q[D / TILE];
@@ -685,6 +684,8 @@ __device__ static void finish(const struct decode_views *a, const struct device_
     }
 }
 
+/* ---- The kernel ---- */
+
 /* Blocks of an item: at least one, for the new token. */
 EVERYWHERE size_t blocks_of_item(uint64_t tokens)
 {
@@ -693,54 +694,78 @@ EVERYWHERE size_t blocks_of_item(uint64_t tokens)
     return blocks > 0 ? blocks : 1;
 }
 
-/* The first state of an item, of one KV head after the other: blocks of items before it are no
- * more than that. */
+/* The first block of an item, counted from the first one of the step: blocks of items before it are
+ * no more than that. So are those of a launch, which lets blocks that no item has leave. */
 EVERYWHERE size_t first_block(size_t item, uint64_t first_page)
 {
     return first_page / BLOCK_PAGES + item;
 }
 
-/* ---- The kernel ---- */
+/* A block of the launch. */
+struct item_block {
+    size_t item, number; /* the step's item, and the block's number in it */
+    size_t first;        /* block of the launch that is the item's first one */
+};
 
-/* One block a run of BLOCK_PAGES, KV head and item. */
+__device__ static inline struct item_block find_block(const struct decode_views *a,
+                                                      const struct device_item *items)
+{
+    const size_t from = first_block(a->first_item, items[a->first_item].first_page);
+    size_t end = a->end_item;
+    struct item_block block = {a->first_item, 0, 0};
+
+    while (end - block.item > 1) {
+        const size_t middle = block.item + (end - block.item) / 2;
+
+        if (first_block(middle, items[middle].first_page) - from <= blockIdx.x)
+            block.item = middle;
+        else
+            end = middle;
+    }
+    block.first = first_block(block.item, items[block.item].first_page) - from;
+    block.number = blockIdx.x - block.first;
+    return block;
+}
+
+/* One block a run of BLOCK_PAGES of an item, and KV head. */
 template <unsigned D, pkv_dtype DTYPE, bool CODED_K, bool CODED_V>
 __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
     attend_decode(struct decode_views a)
 {
     PKV_SHARED(float, shared);
     const struct plan_view *plan = plan_of(&a.plan);
-    const size_t number = a.first_item + blockIdx.z;
     const unsigned kv_head = blockIdx.y;
     const unsigned group = a.layer.query_heads / a.layer.kv_heads;
     const size_t stride = group * (D + 2);
     unsigned *last = (unsigned *)(void *)(shared + shared_places<D>::last);
     const struct device_item *item;
-    size_t blocks, before;
+    struct item_block block;
+    size_t blocks;
     float *states;
 
     if (!plan)
         return;
-    item = &plan->items[number];
-    if (item->new_tokens != 1 || blockIdx.x >= blocks_of_item(item->tokens))
+    block = find_block(&a, plan->items);
+    item = &plan->items[block.item];
+    if (item->new_tokens != 1 || block.number >= blocks_of_item(item->tokens))
         return;
     load_queries<D, DTYPE>(&a, item->first_row, kv_head, shared);
-    attend_warp<D, DTYPE, CODED_K, CODED_V>(&a, item, plan->tables + item->first_page, kv_head,
-                                            shared);
+    attend_warp<D, DTYPE, CODED_K, CODED_V>(&a, item, plan->tables + item->first_page, block.number,
+                                            kv_head, shared);
     __syncthreads();
-    /* Here, so that it takes no registers before. */
+    /* Again, so that it takes no registers before. */
+    block = find_block(&a, plan->items);
     blocks = blocks_of_item(item->tokens);
-    before = first_block(number, item->first_page) -
-             first_block(a.first_item, plan->items[a.first_item].first_page);
-    states = a.states + (before * a.layer.kv_heads + kv_head * blocks) * stride;
+    states = a.states + (block.first * a.layer.kv_heads + kv_head * blocks) * stride;
     if (blocks == 1) {
         states = shared + shared_places<D>::merged;
         merge_warps<D>(group, states, shared);
         __syncthreads();
     } else {
-        merge_warps<D>(group, states + blockIdx.x * stride, shared);
+        merge_warps<D>(group, states + block.number * stride, shared);
         __syncthreads();
         if (threadIdx.x == 0) {
-            unsigned *arrivals = &a.arrivals[number * a.layer.kv_heads + kv_head];
+            unsigned *arrivals = &a.arrivals[block.item * a.layer.kv_heads + kv_head];
             const unsigned others = (unsigned)blocks - 1;
 
             __threadfence(); /* the block's state comes before its arrival */
@@ -821,23 +846,26 @@ static void launch(const struct decode_views *a, dim3 grid, cudaStream_t stream)
         PKV_LAUNCH((attend_decode<D, DTYPE, false, false>), grid, THREADS, bytes, stream, *a);
 }
 
+static size_t pages_of_item(const struct backend *backend, size_t item)
+{
+    return pages_count(&backend->geometry->policy, backend->step.plan.items[item].tokens);
+}
+
 bool decode_fits(const struct backend *backend)
 {
     const struct backend_plan *plan = &backend->step.plan;
     size_t pages = 0;
 
     for (size_t i = 0; i < plan->n_items; i++)
-        pages += pages_count(&backend->geometry->policy, plan->items[i].tokens);
-    return !backend->decode_arrivals ||
-           (plan->n_items <= MAX_ITEMS &&
-            first_block(plan->n_items, pages) <= backend->decode_blocks);
+        pages += pages_of_item(backend, i);
+    return !backend->decode_arrivals || first_block(plan->n_items, pages) <= backend->decode_blocks;
 }
 
 pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *io)
 {
     const struct backend_plan *plan = &backend->step.plan;
     struct decode_views a = {};
-    size_t item = 0;
+    size_t pages = 0; /* of the items before end_item */
 
     a.layer = store_layer(backend, layer);
     a.plan = gpu_plan(backend);
@@ -851,25 +879,20 @@ pkv_status decode_run(struct backend *backend, size_t layer, const pkv_step_io *
     if (backend->step.capturing && !decode_fits(backend))
         return fail(backend->message, PKV_ERROR_ARGUMENT,
                     "stream: it is being captured; items that share pages have too many together");
-    while (item < plan->n_items) {
-        size_t pages = 0, blocks = 1;
+    while (a.end_item < plan->n_items) {
+        const size_t from = first_block(a.end_item, pages);
+        size_t blocks;
         dim3 grid;
 
-        a.first_item = item;
-        do {
-            blocks = blocks_of_item(plan->items[item].tokens) > blocks
-                         ? blocks_of_item(plan->items[item].tokens)
-                         : blocks;
-            pages += pages_count(&backend->geometry->policy, plan->items[item].tokens);
-            item++;
-        } while (
-            item < plan->n_items && item - a.first_item < MAX_ITEMS &&
-            first_block(item - a.first_item + 2, pages + pages_count(&backend->geometry->policy,
-                                                                     plan->items[item].tokens)) <=
-                backend->decode_blocks);
-        if (backend->step.capturing)
-            blocks = blocks_of_item(backend->capacity.max_tokens);
-        grid = dim3((unsigned)blocks, a.layer.kv_heads, (unsigned)(item - a.first_item));
+        a.first_item = a.end_item;
+        do
+            pages += pages_of_item(backend, a.end_item++);
+        while (a.end_item < plan->n_items &&
+               first_block(a.end_item + 1, pages + pages_of_item(backend, a.end_item)) - from <=
+                   backend->decode_blocks);
+        blocks = backend->step.capturing ? backend->decode_blocks
+                                         : first_block(a.end_item, pages) - from;
+        grid = dim3((unsigned)blocks, a.layer.kv_heads);
         if (a.layer.d == 64 && a.layer.dtype == PKV_F16)
             launch<64, PKV_F16>(&a, grid, backend->stream);
         else if (a.layer.d == 64)

@@ -128,7 +128,7 @@ END_TEST
 
 /* ---- A graph ---- */
 
-enum { GRAPH_STEPS = 40 };
+enum { GRAPH_STEPS = 40, GRAPH_ITEMS = 2 };
 
 /* A sequence whose steps have operands on the device. */
 static pkv_seq *fill_on_stream(pkv_cache *cache, const struct shape *shape, uint64_t seed,
@@ -156,18 +156,21 @@ static pkv_seq *fill_on_stream(pkv_cache *cache, const struct shape *shape, uint
     return seq;
 }
 
-/* The next token of a sequence by a graph, which is captured first where there is none. */
-static void step_by_graph(pkv_cache *cache, const struct shape *shape, const struct part *part,
+/* The next token of sequences by a graph, which is captured first where there is none. */
+static void step_by_graph(pkv_cache *cache, const struct shape *shape, const struct part *parts,
                           void *stream, void **graph, struct operands *operands,
                           const pkv_step_io *on_device, struct rows *rows)
 {
-    const pkv_step_item item = {part->seq, 1};
     const pkv_step_io io = steps_io(rows, shape, true);
+    pkv_step_item items[GRAPH_ITEMS];
     pkv_step *step;
 
-    steps_fill_row(rows, 0, shape, part->seed, pkv_seq_tokens(part->seq));
+    for (size_t i = 0; i < GRAPH_ITEMS; i++) {
+        items[i] = (pkv_step_item){parts[i].seq, 1};
+        steps_fill_row(rows, i, shape, parts[i].seed, pkv_seq_tokens(parts[i].seq));
+    }
     operands_refresh(operands, &io, stream);
-    ck_assert_int_eq(pkv_step_begin(cache, &item, 1, &step), PKV_OK);
+    ck_assert_int_eq(pkv_step_begin(cache, items, GRAPH_ITEMS, &step), PKV_OK);
     if (*graph) {
         ck_assert_int_eq(pkv_step_replay(step), PKV_OK);
     } else {
@@ -180,33 +183,42 @@ static void step_by_graph(pkv_cache *cache, const struct shape *shape, const str
     operands_fetch(operands, &io);
 }
 
-/* One graph decodes while pages are completed, become factors, and a second block begins. */
+/* One graph decodes while pages are completed, become factors, and a second block begins, of which
+ * the next sequence's blocks come later. */
 START_TEST(by_a_graph)
 {
+    static const size_t tokens[GRAPH_ITEMS] = {985, 20};
     const struct shape shape = shape_of(_i ? 5 : 2);
     void *stream = cuda_host_open_stream(0);
-    pkv_cache *cache = steps_open_cache(&shape, 1100, false, NULL);
-    pkv_cache *other = steps_open_cache(&shape, 1100, false, stream);
+    pkv_cache *cache = steps_open_cache(&shape, 1200, false, NULL);
+    pkv_cache *other = steps_open_cache(&shape, 1200, false, stream);
     struct rows *rows = tests_allocate(1, sizeof *rows);
     struct rows *by_graph = tests_allocate(1, sizeof *by_graph);
-    struct part part = {.seed = 5, .tokens = 1}, same = part;
+    struct part parts[GRAPH_ITEMS], same[GRAPH_ITEMS];
     const pkv_step_io io = steps_io(by_graph, &shape, true);
     pkv_step_io on_device;
     struct operands *operands =
-        operands_upload(&io, 1, KV_HEADS * shape.group, KV_HEADS, shape.d, &on_device);
-    uint64_t digests[2];
+        operands_upload(&io, GRAPH_ITEMS, KV_HEADS * shape.group, KV_HEADS, shape.d, &on_device);
     void *graph = NULL;
 
-    part.seq = steps_fill_sequence(cache, &shape, part.seed, 1000, rows);
-    same.seq = fill_on_stream(other, &shape, same.seed, 1000, by_graph);
-    for (size_t i = 0; i < GRAPH_STEPS; i++) {
-        steps_take(cache, &shape, &part, 1, true, true, rows);
-        step_by_graph(other, &shape, &same, stream, &graph, operands, &on_device, by_graph);
-        steps_require_same(&shape, rows, 0, by_graph, 0, 1);
+    for (size_t i = 0; i < GRAPH_ITEMS; i++) {
+        parts[i] =
+            (struct part){steps_fill_sequence(cache, &shape, 5 + i, tokens[i], rows), 5 + i, 1};
+        same[i] =
+            (struct part){fill_on_stream(other, &shape, 5 + i, tokens[i], by_graph), 5 + i, 1};
     }
-    ck_assert_int_eq(pkv_seq_digest(part.seq, &digests[0]), PKV_OK);
-    ck_assert_int_eq(pkv_seq_digest(same.seq, &digests[1]), PKV_OK);
-    ck_assert_uint_eq(digests[0], digests[1]);
+    for (size_t i = 0; i < GRAPH_STEPS; i++) {
+        steps_take(cache, &shape, parts, GRAPH_ITEMS, true, true, rows);
+        step_by_graph(other, &shape, same, stream, &graph, operands, &on_device, by_graph);
+        steps_require_same(&shape, rows, 0, by_graph, 0, GRAPH_ITEMS);
+    }
+    for (size_t i = 0; i < GRAPH_ITEMS; i++) {
+        uint64_t digests[2];
+
+        ck_assert_int_eq(pkv_seq_digest(parts[i].seq, &digests[0]), PKV_OK);
+        ck_assert_int_eq(pkv_seq_digest(same[i].seq, &digests[1]), PKV_OK);
+        ck_assert_uint_eq(digests[0], digests[1]);
+    }
     pkv_cache_close(cache);
     pkv_cache_close(other);
     operands_close(operands);
