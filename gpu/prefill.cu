@@ -68,16 +68,43 @@ template <unsigned D> struct shared_places {
     static const unsigned more_bytes = q + 2 * ROWS * row;
 };
 
-/* What a block has to do. */
+/* What a block has to do; copied from where the plan is, since copies to shared memory would have
+ * it loaded anew. Tokens are counted from the item's first new one. */
 struct prompt_part {
-    const struct device_item *item;
     const struct page *table;
+    size_t stored_tokens; /* in pages */
+    size_t new_tokens;
+    size_t step_row; /* of token 0, among the step's */
+    size_t cached;   /* tiles of stored pages */
+    size_t tiles;    /* and of new tokens */
     unsigned kv_head;
     unsigned group;
-    size_t first_row; /* of the item's */
-    size_t rows;      /* that the item has */
-    size_t cached;    /* tiles of stored pages */
-    size_t tiles;     /* and of new tokens */
+    unsigned rows; /* of the block */
+    size_t first_token;
+    unsigned first_head; /* of the group's: row 0 is one of token first_token */
+};
+
+/* Of a row of the block. */
+__device__ static inline size_t token_of(const struct prompt_part *part, unsigned row)
+{
+    return part->first_token + (part->first_head + row) / part->group;
+}
+
+__device__ static inline unsigned query_head_of(const struct prompt_part *part, unsigned row)
+{
+    return part->kv_head * part->group + (part->first_head + row) % part->group;
+}
+
+/* The rows of a warp, from `first` of the block on. */
+struct warp_rows {
+    unsigned first;
+    size_t first_token, last_token;
+};
+
+/* A thread's pieces of 16 bytes of a tile: of K and of V the same one of every `step`-th row. */
+template <unsigned D> struct thread_pieces {
+    static const unsigned of_row = D / 8;
+    static const unsigned step = THREADS / of_row;
 };
 
 /* m is the largest sum Q K^T; each column of l is the sum of P. */
@@ -208,19 +235,19 @@ __device__ static void load_queries(const struct prefill_views *a, const struct 
     float *factor = (float *)(void *)(shared + shared_places<D>::factor);
 
     for (unsigned r = threadIdx.x / 32; r < ROWS; r += WARPS) {
-        const size_t row = part->first_row + r;
         unsigned *to =
             (unsigned *)(void *)(shared + shared_places<D>::q + r * shared_places<D>::row +
                                  piece_at(r, first / 8) + first % 8 * 2);
         float x[each] = {};
         unsigned most = 0;
 
-        if (row < part->rows) {
+        if (r < part->rows) {
+            const size_t row = part->step_row + token_of(part, r);
+            const unsigned head = query_head_of(part, r);
+
             UNROLL
             for (unsigned i = 0; i < each; i++)
-                x[i] = input_element(&a->q, part->item->first_row + row / part->group,
-                                     part->kv_head * part->group + (unsigned)(row % part->group),
-                                     first + i);
+                x[i] = input_element(&a->q, row, head, first + i);
         }
         UNROLL
         for (unsigned i = 0; i < each; i++) {
@@ -254,39 +281,59 @@ __device__ static void round_piece(const pkv_input *input, size_t row, unsigned 
         store_element(DTYPE, to, i, there ? input_element(input, row, head, first + i) : 0.0f);
 }
 
+/* K or V of a tile of new tokens, from token `first` on; `left` of them are there. */
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void fetch_rows(const pkv_input *input, bool copied,
+                                         const struct prompt_part *part, size_t first,
+                                         unsigned left, unsigned char *to)
+{
+    const unsigned step = thread_pieces<D>::step;
+    const unsigned t = threadIdx.x / thread_pieces<D>::of_row;
+    const unsigned i = threadIdx.x % thread_pieces<D>::of_row;
+    const size_t row = part->step_row + first;
+
+    static_assert(step % 8 == 0, "so that the thread's pieces are at the same place in each row");
+    to += piece_at(t, i);
+    if (copied) {
+        const uint16_t *from = (const uint16_t *)input->data + (row + t) * input->token_stride +
+                               part->kv_head * input->head_stride + 8 * i;
+
+        to += t * shared_places<D>::row;
+        UNROLL
+        for (unsigned n = 0; n < LENGTH / step; n++)
+            copy_16(to + n * step * shared_places<D>::row, from + n * step * input->token_stride,
+                    t + n * step < left);
+    } else {
+        for (unsigned r = t; r < LENGTH; r += step)
+            round_piece<DTYPE>(input, row + r, part->kv_head, 8 * i, r < left,
+                               to + r * shared_places<D>::row);
+    }
+}
+
 /* Tile `number` on its way to shared memory. Behind the last new token there are zeros. */
 template <unsigned D, pkv_dtype DTYPE>
-__device__ static void fetch_tile(const struct prefill_views *a, const struct prompt_part *part,
-                                  size_t number, unsigned char *shared)
+__device__ static inline void fetch_tile(const struct prefill_views *a,
+                                         const struct prompt_part *part, size_t number,
+                                         unsigned char *shared)
 {
     unsigned char *to = shared + shared_places<D>::tiles + number % 2 * 2 * shared_places<D>::half;
-    const unsigned pieces = 2 * shared_places<D>::half / 16;
 
     if (number < part->cached) {
         const struct page page = part->table[number];
-        const unsigned char *from = dense_page(&a->layer, page.slot, part->kv_head);
+        const unsigned char *from =
+            dense_page(&a->layer, page.slot, part->kv_head) + 16 * threadIdx.x;
 
-        for (unsigned n = threadIdx.x; n < pieces && page.kind != SLOT_FACTOR; n += THREADS)
-            copy_16(to + 16 * n, from + 16 * n, true);
-        return;
-    }
-    for (unsigned n = threadIdx.x; n < pieces; n += THREADS) {
-        const bool is_key = n < pieces / 2;
-        const pkv_input *input = is_key ? &a->k : &a->v;
-        const unsigned t = n % (pieces / 2) / (D / 8), i = n % (D / 8);
-        const size_t token = (number - part->cached) * LENGTH + t;
-        const bool there = token < part->item->new_tokens;
-        const size_t row = part->item->first_row + (there ? token : 0);
-        unsigned char *piece =
-            to + (is_key ? 0 : shared_places<D>::half) + t * shared_places<D>::row + piece_at(t, i);
+        if (page.kind == SLOT_FACTOR)
+            return;
+        UNROLL
+        for (unsigned n = 0; n < 2 * LENGTH / thread_pieces<D>::step; n++)
+            copy_16(to + 16 * threadIdx.x + 16 * THREADS * n, from + 16 * THREADS * n, true);
+    } else {
+        const size_t first = (number - part->cached) * LENGTH;
+        const unsigned left = (unsigned)min_size(part->new_tokens - first, LENGTH);
 
-        if (a->copied)
-            copy_16(piece,
-                    (const uint16_t *)input->data + row * input->token_stride +
-                        part->kv_head * input->head_stride + 8 * i,
-                    there);
-        else
-            round_piece<DTYPE>(input, row, part->kv_head, 8 * i, there, piece);
+        fetch_rows<D, DTYPE>(&a->k, a->copied, part, first, left, to);
+        fetch_rows<D, DTYPE>(&a->v, a->copied, part, first, left, to + shared_places<D>::half);
     }
 }
 
@@ -445,41 +492,37 @@ __device__ static inline void score_codes(const struct layer_view *layer, const 
 
 /* ---- Weights ---- */
 
-/* Tokens of a tile that rows may see: `some` of them all rows, or up to and with each row's own,
- * which is `own` tokens behind the tile's first one. */
-struct seen {
-    bool causal;
-    unsigned some;
-    unsigned own[M][2];
-};
+/* Rows see that many tokens of the tile. */
+__device__ static inline void mask_scores(const unsigned seen[M][2], float s[M][N][4])
+{
+    const unsigned t = threadIdx.x % 4;
+
+    UNROLL
+    for (unsigned n = 0; n < M * N * 4; n++)
+        if (n / 4 % N * 8 + 2 * t + n % 2 >= seen[n / (4 * N)][n % 4 / 2])
+            s[n / (4 * N)][n / 4 % N][n % 4] = -INFINITY;
+}
 
 /* Scores to P, as A; rescales the state. */
 template <unsigned D, pkv_dtype DTYPE>
-__device__ static inline void softmax(const float *factors, const struct seen *seen,
-                                      float s[M][N][4], struct warp_state<D> *state,
-                                      unsigned p[M][2][4])
+__device__ static inline void softmax(const float *factors, float s[M][N][4],
+                                      struct warp_state<D> *state, unsigned p[M][2][4])
 {
     const float bias = DTYPE == PKV_F16 ? 14.0f : 0.0f;
     const unsigned one = DTYPE == PKV_F16 ? 0x3c003c00u : 0x3f803f80u;
-    const unsigned g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const unsigned g = threadIdx.x % 32 / 4;
     float most[M][2], factor[M][2];
     bool grows = false;
 
     UNROLL
     for (unsigned r = 0; r < 2 * M; r++) {
         const unsigned m = r / 2, h = r % 2;
-        const unsigned tokens = seen->causal ? seen->own[m][h] + 1 : seen->some;
 
         factor[m][h] = factors[TILE * m + 8 * h + g];
         most[m][h] = state->m[m][h];
         UNROLL
-        for (unsigned n = 0; n < 2 * N; n++) {
-            float *score = &s[m][n / 2][2 * h + n % 2];
-
-            if ((seen->causal || tokens < LENGTH) && n / 2 * 8 + 2 * t + n % 2 >= tokens)
-                *score = -INFINITY;
-            most[m][h] = fmaxf(most[m][h], *score);
-        }
+        for (unsigned n = 0; n < 2 * N; n++)
+            most[m][h] = fmaxf(most[m][h], s[m][n / 2][2 * h + n % 2]);
         most[m][h] = fmaxf(most[m][h], __shfl_xor_sync(0xffffffffu, most[m][h], 1));
         most[m][h] = fmaxf(most[m][h], __shfl_xor_sync(0xffffffffu, most[m][h], 2));
         grows = grows || most[m][h] != state->m[m][h];
@@ -660,11 +703,9 @@ __device__ static inline void attend_page(const struct prefill_views *a,
 {
     const struct page page = part->table[number];
     const struct layer_view *layer = &a->layer;
-    struct seen seen = {};
     float s[M][N][4] = {};
     unsigned p[M][2][4];
 
-    seen.some = (unsigned)min_size(part->item->tokens - number * LENGTH, LENGTH);
     if (page.kind == SLOT_FACTOR) {
         const unsigned char *data = factor_page(layer, page.slot, part->kv_head);
 
@@ -672,15 +713,20 @@ __device__ static inline void attend_page(const struct prefill_views *a,
             score_codes<D, DTYPE>(layer, data, q, a->q_parts, s);
         else
             score_native<D, DTYPE>(layer, data, q, a->q_parts, s);
-        softmax<D, DTYPE>(factors, &seen, s, state, p);
+        softmax<D, DTYPE>(factors, s, state, p);
         if (layer->factors_v == PKV_FACTORS_INT4)
             accumulate_codes<D, DTYPE>(layer, data, p, state);
         else
             accumulate_native<D, DTYPE>(layer, data, p, state);
     } else {
+        const unsigned tokens = (unsigned)min_size(part->stored_tokens - number * LENGTH, LENGTH);
+        const unsigned seen[M][2] = {{tokens, tokens}, {tokens, tokens}};
+
         score_dense<D, DTYPE, false>(tile, q, a->q_parts, s);
-        softmax<D, DTYPE>(factors, &seen, s, state, p);
-        accumulate_dense<D, DTYPE, false>(tile + shared_places<D>::half, seen.some, p, state);
+        if (tokens < LENGTH)
+            mask_scores(seen, s);
+        softmax<D, DTYPE>(factors, s, state, p);
+        accumulate_dense<D, DTYPE, false>(tile + shared_places<D>::half, tokens, p, state);
     }
 }
 
@@ -688,30 +734,28 @@ __device__ static inline void attend_page(const struct prefill_views *a,
 template <unsigned D, pkv_dtype DTYPE>
 __device__ static inline void
 attend_new(const struct prefill_views *a, const struct prompt_part *part, size_t first,
-           size_t first_row, const unsigned char *tile, const unsigned char *q,
+           const struct warp_rows *rows, const unsigned char *tile, const unsigned char *q,
            const float *factors, struct warp_state<D> *state)
 {
-    const size_t last_row = min_size(first_row + WARP_ROWS, part->rows) - 1;
-    struct seen seen = {};
     float s[M][N][4] = {};
     unsigned p[M][2][4];
 
-    if (first > last_row / part->group)
+    if (first > rows->last_token)
         return;
-    seen.some = LENGTH;
-    seen.causal = first + LENGTH - 1 > first_row / part->group;
-    if (seen.causal) {
+    score_dense<D, DTYPE, true>(tile, q, a->q_parts, s);
+    if (first + LENGTH - 1 > rows->first_token) {
+        unsigned seen[M][2];
+
         UNROLL
         for (unsigned r = 0; r < 2 * M; r++) {
-            const size_t row = first_row + 8 * r + threadIdx.x % 32 / 4;
-            const size_t token = min_size(row, last_row) / part->group;
+            const size_t token = min_size(
+                token_of(part, rows->first + 8 * r + threadIdx.x % 32 / 4), rows->last_token);
 
-            /* A row above sees what is in the tiles before. */
-            seen.own[r / 2][r % 2] = token < first ? UINT32_MAX : (unsigned)(token - first);
+            seen[r / 2][r % 2] = token < first ? 0 : (unsigned)(token - first) + 1;
         }
+        mask_scores(seen, s);
     }
-    score_dense<D, DTYPE, true>(tile, q, a->q_parts, s);
-    softmax<D, DTYPE>(factors, &seen, s, state, p);
+    softmax<D, DTYPE>(factors, s, state, p);
     accumulate_dense<D, DTYPE, true>(tile + shared_places<D>::half, LENGTH, p, state);
 }
 
@@ -720,7 +764,7 @@ attend_new(const struct prefill_views *a, const struct prompt_part *part, size_t
 /* What a warp has, to shared memory; the logarithms of sums to where they belong. */
 template <unsigned D, pkv_dtype DTYPE>
 __device__ static inline void
-leave_state(const struct prefill_views *a, const struct prompt_part *part, size_t first_row,
+leave_state(const struct prefill_views *a, const struct prompt_part *part, unsigned first_row,
             const struct warp_state<D> *state, const float *factors, float *out)
 {
     const float bias = DTYPE == PKV_F16 ? 14.0f : 0.0f;
@@ -729,7 +773,7 @@ leave_state(const struct prefill_views *a, const struct prompt_part *part, size_
     UNROLL
     for (unsigned r = 0; r < 2 * M; r++) {
         const unsigned m = r / 2, h = r % 2;
-        const size_t row = first_row + 8 * r + g;
+        const unsigned row = first_row + 8 * r + g;
         const float l = state->l[m][2 * h];
         const float inverse = 1.0f / l;
 
@@ -739,8 +783,8 @@ leave_state(const struct prefill_views *a, const struct prompt_part *part, size_
             out[(8 * r + g) * D + 8 * i + 2 * t + 1] = state->o[m][i][2 * h + 1] * inverse;
         }
         if (a->lse && t == 0 && row < part->rows)
-            a->lse[(part->item->first_row + row / part->group) * a->layer.query_heads +
-                   part->kv_head * part->group + row % part->group] =
+            a->lse[(part->step_row + token_of(part, row)) * a->layer.query_heads +
+                   query_head_of(part, row)] =
                 __fmaf_rn(__fmaf_rn(state->m[m][h], factors[8 * r + g], -bias), LN_2, logf(l));
     }
 }
@@ -749,15 +793,10 @@ template <unsigned D>
 __device__ static void write_outputs(const struct prefill_views *a, const struct prompt_part *part,
                                      const float *out)
 {
-    for (unsigned n = threadIdx.x; n < ROWS * D; n += THREADS) {
-        const size_t row = part->first_row + n / D;
-
-        if (row >= part->rows)
-            break;
+    for (unsigned n = threadIdx.x; n < part->rows * D; n += THREADS) {
         store_element(a->out.dtype, a->out.data,
-                      (part->item->first_row + row / part->group) * a->out.token_stride +
-                          (part->kv_head * part->group + row % part->group) * a->out.head_stride +
-                          n % D,
+                      (part->step_row + token_of(part, n / D)) * a->out.token_stride +
+                          query_head_of(part, n / D) * a->out.head_stride + n % D,
                       out[n]);
     }
 }
@@ -775,22 +814,30 @@ __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
         shared + shared_places<D>::q + warp * WARP_ROWS * shared_places<D>::row;
     float *out = (float *)(void *)(shared + shared_places<D>::out);
     const struct plan_view *plan = a.plan.on_device; /* no graph has this kernel */
+    const struct device_item *item = &plan->items[a.first_item + blockIdx.z];
+    const size_t first_row = (size_t)(gridDim.x - 1 - blockIdx.x) * ROWS;
     struct warp_state<D> state = warp_state<D>();
+    struct warp_rows rows = {};
     struct prompt_part part;
-    size_t first_row;
+    bool idle;
 
-    part.item = &plan->items[a.first_item + blockIdx.z];
-    part.table = plan->tables + part.item->first_page;
-    part.kv_head = blockIdx.y;
+    part.new_tokens = item->new_tokens;
     part.group = a.layer.query_heads / a.layer.kv_heads;
-    part.rows = part.item->new_tokens * part.group;
-    part.first_row = (size_t)(gridDim.x - 1 - blockIdx.x) * ROWS;
-    if (part.item->new_tokens == 1 || part.first_row >= part.rows)
+    if (part.new_tokens == 1 || first_row >= part.new_tokens * part.group)
         return;
-    part.cached = (part.item->tokens + LENGTH - 1) / LENGTH;
-    part.tiles =
-        part.cached + (min_size(part.first_row + ROWS, part.rows) - 1) / part.group / LENGTH + 1;
-    first_row = part.first_row + warp * WARP_ROWS;
+    part.table = plan->tables + item->first_page;
+    part.stored_tokens = item->tokens;
+    part.step_row = item->first_row;
+    part.kv_head = blockIdx.y;
+    part.rows = (unsigned)min_size(part.new_tokens * part.group - first_row, ROWS);
+    part.first_token = first_row / part.group;
+    part.first_head = (unsigned)(first_row - part.first_token * part.group);
+    part.cached = (part.stored_tokens + LENGTH - 1) / LENGTH;
+    part.tiles = part.cached + token_of(&part, part.rows - 1) / LENGTH + 1;
+    rows.first = warp * WARP_ROWS;
+    rows.first_token = token_of(&part, rows.first);
+    rows.last_token = token_of(&part, (unsigned)min_size(rows.first + WARP_ROWS, part.rows) - 1);
+    idle = rows.first >= part.rows;
     UNROLL
     for (unsigned r = 0; r < 2 * M; r++)
         state.m[r / 2][r % 2] = -INFINITY;
@@ -805,17 +852,17 @@ __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
         __syncthreads(); /* this tile is there, and the other one's place free */
         if (number + 1 < part.tiles)
             fetch_tile<D, DTYPE>(&a, &part, number + 1, shared);
-        if (first_row >= part.rows)
+        if (idle)
             continue;
         if (number < part.cached)
             attend_page<D, DTYPE>(&a, &part, number, tile, q, factors, &state);
         else
-            attend_new<D, DTYPE>(&a, &part, (number - part.cached) * LENGTH, first_row, tile, q,
+            attend_new<D, DTYPE>(&a, &part, (number - part.cached) * LENGTH, &rows, tile, q,
                                  factors, &state);
     }
     __syncthreads();
-    if (first_row < part.rows)
-        leave_state<D, DTYPE>(&a, &part, first_row, &state, factors,
+    if (!idle)
+        leave_state<D, DTYPE>(&a, &part, rows.first, &state, factors,
                               out + (size_t)warp * WARP_ROWS * D);
     __syncthreads();
     write_outputs<D>(&a, &part, out);
