@@ -82,23 +82,6 @@ template <pkv_dtype DTYPE> __device__ static inline void turn(const float c[4], 
     }
 }
 
-/* Scales C of the warp by a power of two so that f16 holds it. Returns the inverse. */
-__device__ static inline float fit_f16(float c[4])
-{
-    float most = 0.0f;
-    unsigned exponent;
-    float scale;
-
-    for (unsigned n = 0; n < 4; n++)
-        most = fmaxf(most, fabsf(c[n]));
-    exponent = __reduce_max_sync(0xffffffffu, f32_bits(most)) >> 23;
-    exponent = exponent < 15 ? 15 : exponent;
-    scale = f32_from_bits((268 - exponent) << 23);
-    for (unsigned n = 0; n < 4; n++)
-        c[n] *= scale;
-    return f32_from_bits((exponent - 14) << 23);
-}
-
 /* ---- One page ---- */
 
 /* State of a warp, m as exponent of 2; l of the lane's own rows. */
@@ -133,7 +116,7 @@ __device__ static inline void score_native(const struct layer_view *layer,
         multiply<DTYPE>(inner, a, &q[j]);
     }
     if (DTYPE == PKV_F16)
-        scale = fit_f16(inner);
+        scale = fit_f16<4>(inner);
     turn<DTYPE>(inner, &b);
     UNROLL
     for (unsigned i = 0; i < 2; i++) {
@@ -201,17 +184,6 @@ __device__ static inline void score_codes(const struct layer_view *layer, const 
     }
 }
 
-/* Lane's chunk of tile `number` of K or V of a dense page. */
-__device__ static inline void dense_tile(const unsigned char *data, unsigned number, unsigned a[4])
-{
-    const uint4 chunk = load_16(data + (number * 32 + threadIdx.x % 32) * 16);
-
-    a[0] = chunk.x;
-    a[1] = chunk.y;
-    a[2] = chunk.z;
-    a[3] = chunk.w;
-}
-
 template <unsigned D, pkv_dtype DTYPE>
 __device__ static inline void score_dense(const unsigned char *page, const struct split_b *q,
                                           float s[2][4])
@@ -222,7 +194,7 @@ __device__ static inline void score_dense(const unsigned char *page, const struc
     for (unsigned j = 0; j < D / TILE; j++) {
         UNROLL
         for (unsigned i = 0; i < 2; i++) {
-            dense_tile(page, 2 * j + i, a);
+            tile_of<false>(load_16(dense_chunk(page, 2 * j + i)), a);
             multiply<DTYPE>(s[i], a, &q[j]);
         }
     }
@@ -306,7 +278,7 @@ __device__ static inline void accumulate_native(const struct layer_view *layer,
         multiply<DTYPE>(inner, a, &b);
     }
     if (DTYPE == PKV_F16)
-        scale = fit_f16(inner);
+        scale = fit_f16<4>(inner);
     turn<DTYPE>(inner, &b);
     UNROLL
     for (unsigned i = 0; i < D / TILE; i++) {
@@ -385,7 +357,7 @@ __device__ static inline void accumulate_dense(const unsigned char *page, unsign
     for (unsigned i = 0; i < D / TILE; i++) {
         UNROLL
         for (unsigned k = 0; k < 2; k++) {
-            dense_tile(page, 2 * i + k, a);
+            tile_of<false>(load_16(dense_chunk(page, 2 * i + k)), a);
             if (tokens < LENGTH)
                 mask_columns(TILE * k, tokens, a);
             multiply<DTYPE>(state->o[i], a, &b[k]);

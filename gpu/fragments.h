@@ -32,7 +32,34 @@ __device__ static inline void split(float x, float y, unsigned *upper, unsigned 
     *lower = pair<DTYPE>(x - low<DTYPE>(*upper), y - high<DTYPE>(*upper));
 }
 
+/* Scales C of the warp, COUNT elements of a lane, by a power of two so that f16 holds it. Returns
+ * the inverse. */
+template <unsigned COUNT> __device__ static inline float fit_f16(float *c)
+{
+    float most = 0.0f;
+    unsigned exponent;
+    float scale;
+
+    UNROLL
+    for (unsigned n = 0; n < COUNT; n++)
+        most = fmaxf(most, fabsf(c[n]));
+    exponent = __reduce_max_sync(0xffffffffu, f32_bits(most)) >> 23;
+    exponent = exponent < 15 ? 15 : exponent;
+    scale = f32_from_bits((268 - exponent) << 23);
+    UNROLL
+    for (unsigned n = 0; n < COUNT; n++)
+        c[n] *= scale;
+    return f32_from_bits((exponent - 14) << 23);
+}
+
 /* ---- What is in memory ---- */
+
+/* A lane's chunk of tile `number` of K or V of a dense page, a tile with `false` below. */
+__device__ static inline const unsigned char *dense_chunk(const unsigned char *data,
+                                                          unsigned number)
+{
+    return data + (number * 32 + threadIdx.x % 32) * 16;
+}
 
 /* A lane's chunks of a factor: where they begin in a group, in bytes, and how many halves. */
 struct chunk_view {

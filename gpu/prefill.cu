@@ -164,25 +164,6 @@ __device__ static inline void multiply_split(float c[2][4], const struct split_a
     multiply_tile<DTYPE>(c, a->lower, tile);
 }
 
-/* Scales C of the warp by a power of two so that f16 holds it. Returns the inverse. */
-__device__ static inline float fit_f16(float c[M][2][4])
-{
-    float most = 0.0f;
-    unsigned exponent;
-    float scale;
-
-    UNROLL
-    for (unsigned n = 0; n < M * 8; n++)
-        most = fmaxf(most, fabsf(c[n / 8][n / 4 % 2][n % 4]));
-    exponent = __reduce_max_sync(0xffffffffu, f32_bits(most)) >> 23;
-    exponent = exponent < 15 ? 15 : exponent;
-    scale = f32_from_bits((268 - exponent) << 23);
-    UNROLL
-    for (unsigned n = 0; n < M * 8; n++)
-        c[n / 8][n / 4 % 2][n % 4] *= scale;
-    return f32_from_bits((exponent - 14) << 23);
-}
-
 /* ---- Rows in shared memory ---- */
 
 /* Where 16 bytes of a row are, counted from its beginning. */
@@ -211,18 +192,6 @@ __device__ static inline void load_tile_transposed(const unsigned char *rows, un
 
     warp_load_transposed(a, rows + (TILE * j + lane % 8 + lane / 16 * 8) * shared_places<D>::row +
                                 piece_at(lane, 2 * i + lane / 8 % 2));
-}
-
-/* A tile of a dense page. */
-__device__ static inline void load_fragment(const unsigned char *data, unsigned number,
-                                            unsigned a[4])
-{
-    const uint4 chunk = shared_16(data + (number * 32 + threadIdx.x % 32) * 16);
-
-    a[0] = chunk.x;
-    a[1] = chunk.y;
-    a[2] = chunk.z;
-    a[3] = chunk.w;
 }
 
 /* Queries to shared memory, by a warp a row, and what a score has to be multiplied by. */
@@ -357,10 +326,43 @@ __device__ static inline void score_dense(const unsigned char *keys, const unsig
                 if (NEW)
                     load_tile<D>(keys, i, j, tile);
                 else
-                    load_fragment(keys, 2 * j + i, tile);
+                    tile_of<false>(shared_16(dense_chunk(keys, 2 * j + i)), tile);
                 UNROLL
                 for (unsigned m = 0; m < M; m++)
                     multiply_tile<DTYPE>(s[m] + 2 * i, rows[m], tile);
+            }
+        }
+    }
+}
+
+/* C += inner F, of 16 ranks and TILES times 16 columns; of f16 inner is scaled. */
+template <unsigned TILES, pkv_dtype DTYPE>
+__device__ static inline void multiply_factor(float inner[M][2][4], const struct chunk_view *factor,
+                                              float c[M][2 * TILES][4])
+{
+    const float scale = DTYPE == PKV_F16 ? fit_f16<M * 8>(&inner[0][0][0]) : 1.0f;
+    struct split_a rows[M];
+    unsigned tile[4];
+
+    UNROLL
+    for (unsigned m = 0; m < M; m++)
+        turn_split<DTYPE>(inner[m], &rows[m]);
+    UNROLL
+    for (unsigned i = 0; i < TILES; i++) {
+        tile_of<false>(load_chunk(factor, i), tile);
+        UNROLL
+        for (unsigned m = 0; m < M; m++) {
+            float(*sum)[4] = c[m] + 2 * i;
+
+            if (DTYPE == PKV_F16) {
+                float product[2][4] = {};
+
+                multiply_split<DTYPE>(product, &rows[m], tile);
+                UNROLL
+                for (unsigned n = 0; n < 8; n++)
+                    sum[n / 4][n % 4] = __fmaf_rn(product[n / 4][n % 4], scale, sum[n / 4][n % 4]);
+            } else {
+                multiply_split<DTYPE>(sum, &rows[m], tile);
             }
         }
     }
@@ -374,8 +376,6 @@ __device__ static inline void score_native(const struct layer_view *layer,
     const struct chunk_view right = view_chunks<false>(page, &layer->parts[1], 1);
     const struct chunk_view left = view_chunks<false>(page, &layer->parts[0], 1);
     float inner[M][2][4] = {};
-    float scale = 1.0f;
-    struct split_a rows[M];
     unsigned tile[4];
 
     for (unsigned part = 0; part < parts; part++) {
@@ -391,21 +391,7 @@ __device__ static inline void score_native(const struct layer_view *layer,
             }
         }
     }
-    if (DTYPE == PKV_F16)
-        scale = fit_f16(inner);
-    UNROLL
-    for (unsigned m = 0; m < M; m++)
-        turn_split<DTYPE>(inner[m], &rows[m]);
-    UNROLL
-    for (unsigned i = 0; i < 2; i++) {
-        tile_of<false>(load_chunk(&left, i), tile);
-        UNROLL
-        for (unsigned m = 0; m < M; m++)
-            multiply_split<DTYPE>(s[m] + 2 * i, &rows[m], tile);
-    }
-    UNROLL
-    for (unsigned n = 0; n < M * N * 4 && DTYPE == PKV_F16; n++)
-        s[n / (4 * N)][n / 4 % N][n % 4] *= scale;
+    multiply_factor<2, DTYPE>(inner, &left, s);
 }
 
 /* A of the storage type as bf16. */
@@ -577,7 +563,7 @@ __device__ static inline void accumulate_dense(const unsigned char *values, unsi
             if (NEW) {
                 load_tile_transposed<D>(values, i, k, tile);
             } else {
-                load_fragment(values, 2 * i + k, tile);
+                tile_of<false>(shared_16(dense_chunk(values, 2 * i + k)), tile);
                 if (tokens < LENGTH)
                     mask_columns(TILE * k, tokens, tile);
             }
@@ -596,8 +582,6 @@ accumulate_native(const struct layer_view *layer, const unsigned char *page,
     const struct chunk_view left = view_chunks<false>(page, &layer->parts[2], 1);
     const struct chunk_view right = view_chunks<false>(page, &layer->parts[3], 1);
     float inner[M][2][4] = {};
-    float scale = 1.0f;
-    struct split_a rows[M];
     unsigned tile[4];
 
     UNROLL
@@ -607,30 +591,7 @@ accumulate_native(const struct layer_view *layer, const unsigned char *page,
         for (unsigned m = 0; m < M; m++)
             multiply_tile<DTYPE>(inner[m], p[m][k], tile);
     }
-    if (DTYPE == PKV_F16)
-        scale = fit_f16(inner);
-    UNROLL
-    for (unsigned m = 0; m < M; m++)
-        turn_split<DTYPE>(inner[m], &rows[m]);
-    UNROLL
-    for (unsigned i = 0; i < D / TILE; i++) {
-        tile_of<false>(load_chunk(&right, i), tile);
-        UNROLL
-        for (unsigned m = 0; m < M; m++) {
-            float(*o)[4] = state->o[m] + 2 * i;
-
-            if (DTYPE == PKV_F16) {
-                float c[2][4] = {};
-
-                multiply_split<DTYPE>(c, &rows[m], tile);
-                UNROLL
-                for (unsigned n = 0; n < 8; n++)
-                    o[n / 4][n % 4] = __fmaf_rn(c[n / 4][n % 4], scale, o[n / 4][n % 4]);
-            } else {
-                multiply_split<DTYPE>(o, &rows[m], tile);
-            }
-        }
-    }
+    multiply_factor<D / TILE, DTYPE>(inner, &right, state->o);
 }
 
 /* The scales of L_V go to the columns of P, those of R_V to the columns of C. */
