@@ -60,16 +60,26 @@ struct split_b {
     unsigned upper[2], lower[2];
 };
 
+/* To two sums, which do not wait for each other if they are not the same one. */
 template <pkv_dtype DTYPE>
-__device__ static inline void multiply(float c[4], const unsigned a[4], const struct split_b *b)
+__device__ static inline void multiply(float upper[4], float lower[4], const unsigned a[4],
+                                       const struct split_b *b)
 {
     if (DTYPE == PKV_F16) {
-        warp_mma_f16(c, a, b->upper);
-        warp_mma_f16(c, a, b->lower);
+        warp_mma_f16(upper, a, b->upper);
+        warp_mma_f16(lower, a, b->lower);
     } else {
-        warp_mma_bf16(c, a, b->upper);
-        warp_mma_bf16(c, a, b->lower);
+        warp_mma_bf16(upper, a, b->upper);
+        warp_mma_bf16(lower, a, b->lower);
     }
+}
+
+/* Two sums to the first one. */
+__device__ static inline void join(float c[2][4])
+{
+    UNROLL
+    for (unsigned n = 0; n < 4; n++)
+        c[0][n] += c[1][n];
 }
 
 /* 16 rows of C as 16 rows of B. */
@@ -96,9 +106,9 @@ __device__ static inline void score_native(const struct layer_view *layer,
                                            const unsigned char *page, const struct split_b *q,
                                            float s[2][4])
 {
-    const struct chunk_view right = view_chunks<false>(page, &layer->parts[1], 1);
-    const struct chunk_view left = view_chunks<false>(page, &layer->parts[0], 1);
-    float inner[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const struct chunk_view right = view_chunks<false, 1>(layer, page, 1);
+    const struct chunk_view left = view_chunks<false, 0>(layer, page, 1);
+    float inner[2][4] = {};
     float scale = 1.0f;
     uint4 chunks[D / TILE], left_chunks[2];
     struct split_b b;
@@ -106,22 +116,23 @@ __device__ static inline void score_native(const struct layer_view *layer,
 
     UNROLL
     for (unsigned j = 0; j < D / TILE; j++)
-        chunks[j] = load_chunk(&right, j);
+        chunks[j] = load_chunk_of_many(&right, j);
     UNROLL
     for (unsigned i = 0; i < 2; i++)
-        left_chunks[i] = load_chunk(&left, i);
+        left_chunks[i] = load_chunk_of_many(&left, i);
     UNROLL
     for (unsigned j = 0; j < D / TILE; j++) {
         tile_of<true>(chunks[j], a);
-        multiply<DTYPE>(inner, a, &q[j]);
+        multiply<DTYPE>(inner[0], inner[1], a, &q[j]);
     }
+    join(inner);
     if (DTYPE == PKV_F16)
-        scale = fit_f16<4>(inner);
-    turn<DTYPE>(inner, &b);
+        scale = fit_f16<4>(inner[0]);
+    turn<DTYPE>(inner[0], &b);
     UNROLL
     for (unsigned i = 0; i < 2; i++) {
         tile_of<false>(left_chunks[i], a);
-        multiply<DTYPE>(s[i], a, &b);
+        multiply<DTYPE>(s[i], s[i], a, &b);
         for (unsigned n = 0; n < 4 && DTYPE == PKV_F16; n++)
             s[i][n] *= scale;
     }
@@ -134,11 +145,11 @@ __device__ static inline void score_codes(const struct layer_view *layer, const 
 {
     const unsigned lane = threadIdx.x % 32;
     const struct part_place *parts = layer->parts;
-    const struct chunk_view right = view_chunks<true>(page, &parts[1], 4);
-    const struct chunk_view left = view_chunks<true>(page, &parts[0], 2);
+    const struct chunk_view right = view_chunks<true, 1>(layer, page, 4);
+    const struct chunk_view left = view_chunks<true, 0>(layer, page, 2);
     const unsigned char *right_scales = page + parts[1].scales + lane % 4 * (D / 2);
     const uint16_t *left_scales = (const uint16_t *)(const void *)(page + parts[0].scales);
-    float inner[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float inner[2][4] = {};
     uint4 chunks[D / 64], scales[D / 32];
     struct split_b b;
     unsigned a[4];
@@ -147,7 +158,7 @@ __device__ static inline void score_codes(const struct layer_view *layer, const 
 
     UNROLL
     for (unsigned j = 0; j < D / 64; j++)
-        chunks[j] = load_chunk(&right, j);
+        chunks[j] = load_chunk_of_many(&right, j);
     UNROLL
     for (unsigned j = 0; j < D / 32; j++)
         scales[j] = load_16(right_scales + 16 * j);
@@ -172,15 +183,16 @@ __device__ static inline void score_codes(const struct layer_view *layer, const 
                             &scaled.lower[h]);
         }
         tile_of_codes<true>(j % 4 < 2 ? chunk.x : chunk.y, j % 4 < 2 ? chunk.z : chunk.w, j % 2, a);
-        multiply<PKV_BF16>(inner, a, &scaled);
+        multiply<PKV_BF16>(inner[0], inner[1], a, &scaled);
     }
+    join(inner);
     for (unsigned n = 0; n < 4; n++)
-        inner[n] *= low_f16(left_scale[n / 2]);
-    turn<PKV_BF16>(inner, &b);
+        inner[0][n] *= low_f16(left_scale[n / 2]);
+    turn<PKV_BF16>(inner[0], &b);
     UNROLL
     for (unsigned i = 0; i < 2; i++) {
         tile_of_codes<false>(left_chunk.x, left_chunk.y, i, a);
-        multiply<PKV_BF16>(s[i], a, &b);
+        multiply<PKV_BF16>(s[i], s[i], a, &b);
     }
 }
 
@@ -195,7 +207,7 @@ __device__ static inline void score_dense(const unsigned char *page, const struc
         UNROLL
         for (unsigned i = 0; i < 2; i++) {
             tile_of<false>(load_16(dense_chunk(page, 2 * j + i)), a);
-            multiply<DTYPE>(s[i], a, &q[j]);
+            multiply<DTYPE>(s[i], s[i], a, &q[j]);
         }
     }
 }
@@ -252,92 +264,113 @@ __device__ static inline void softmax(const float *factors, unsigned tokens, flo
     }
 }
 
-template <unsigned D, pkv_dtype DTYPE>
-__device__ static inline void accumulate_native(const struct layer_view *layer,
-                                                const unsigned char *page, const float p[2][4],
-                                                struct warp_state<D> *state)
+/* V's factors, which are on their way while scores become p. */
+template <unsigned D> struct native_values {
+    uint4 left[2], right[D / TILE];
+};
+
+template <unsigned D>
+__device__ static inline void load_native(const struct layer_view *layer, const unsigned char *page,
+                                          struct native_values<D> *values)
 {
-    const struct chunk_view left = view_chunks<false>(page, &layer->parts[2], 1);
-    const struct chunk_view right = view_chunks<false>(page, &layer->parts[3], 1);
-    float inner[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const struct chunk_view left = view_chunks<false, 2>(layer, page, 1);
+    const struct chunk_view right = view_chunks<false, 3>(layer, page, 1);
+
+    UNROLL
+    for (unsigned k = 0; k < 2; k++)
+        values->left[k] = load_chunk_of_many(&left, k);
+    UNROLL
+    for (unsigned i = 0; i < D / TILE; i++)
+        values->right[i] = load_chunk_of_many(&right, i);
+}
+
+template <unsigned D, pkv_dtype DTYPE>
+__device__ static inline void accumulate_native(const struct native_values<D> *values,
+                                                const float p[2][4], struct warp_state<D> *state)
+{
+    float inner[2][4] = {};
     float scale = 1.0f;
-    uint4 chunks[D / TILE], left_chunks[2];
     struct split_b b;
     unsigned a[4];
 
     UNROLL
-    for (unsigned k = 0; k < 2; k++)
-        left_chunks[k] = load_chunk(&left, k);
-    UNROLL
-    for (unsigned i = 0; i < D / TILE; i++)
-        chunks[i] = load_chunk(&right, i);
-    UNROLL
     for (unsigned k = 0; k < 2; k++) {
         turn<DTYPE>(p[k], &b);
-        tile_of<true>(left_chunks[k], a);
-        multiply<DTYPE>(inner, a, &b);
+        tile_of<true>(values->left[k], a);
+        multiply<DTYPE>(inner[0], inner[1], a, &b);
     }
+    join(inner);
     if (DTYPE == PKV_F16)
-        scale = fit_f16<4>(inner);
-    turn<DTYPE>(inner, &b);
+        scale = fit_f16<4>(inner[0]);
+    turn<DTYPE>(inner[0], &b);
     UNROLL
     for (unsigned i = 0; i < D / TILE; i++) {
-        tile_of<false>(chunks[i], a);
+        tile_of<false>(values->right[i], a);
         if (DTYPE == PKV_F16) {
             float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 
-            multiply<DTYPE>(c, a, &b);
+            multiply<DTYPE>(c, c, a, &b);
             for (unsigned n = 0; n < 4; n++)
                 state->o[i][n] = __fmaf_rn(c[n], scale, state->o[i][n]);
         } else {
-            multiply<DTYPE>(state->o[i], a, &b);
+            multiply<DTYPE>(state->o[i], state->o[i], a, &b);
         }
     }
 }
 
+template <unsigned D> struct coded_values {
+    uint2 left, left_scales;
+    uint4 right[D / 64], right_scales[D / 64];
+};
+
 template <unsigned D>
-__device__ static inline void accumulate_codes(const struct layer_view *layer,
-                                               const unsigned char *page, const float p[2][4],
-                                               struct warp_state<D> *state)
+__device__ static inline void load_codes(const struct layer_view *layer, const unsigned char *page,
+                                         struct coded_values<D> *values)
 {
     const unsigned g = threadIdx.x % 32 / 4;
     const struct part_place *parts = layer->parts;
-    const struct chunk_view left = view_chunks<true>(page, &parts[2], 2);
-    const struct chunk_view right = view_chunks<true>(page, &parts[3], 4);
-    const uint2 left_chunk = load_small_chunk(&left);
-    const uint2 left_scale = load_8(page + parts[2].scales + 8 * g);
-    const unsigned char *right_scales = page + parts[3].scales + g * (D / 4);
-    float inner[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    uint4 chunks[D / 64], scales[D / 64];
+    const struct chunk_view left = view_chunks<true, 2>(layer, page, 2);
+    const struct chunk_view right = view_chunks<true, 3>(layer, page, 4);
+
+    values->left = load_small_chunk(&left);
+    values->left_scales = load_8(page + parts[2].scales + 8 * g);
+    UNROLL
+    for (unsigned i = 0; i < D / 64; i++) {
+        values->right[i] = load_chunk_of_many(&right, i);
+        values->right_scales[i] = load_16(page + parts[3].scales + g * (D / 4) + 16 * i);
+    }
+}
+
+template <unsigned D>
+__device__ static inline void accumulate_codes(const struct coded_values<D> *values,
+                                               const float p[2][4], struct warp_state<D> *state)
+{
+    float inner[2][4] = {};
     struct split_b b;
     unsigned a[4];
 
     UNROLL
-    for (unsigned i = 0; i < D / 64; i++) {
-        chunks[i] = load_chunk(&right, i);
-        scales[i] = load_16(right_scales + 16 * i);
-    }
-    UNROLL
     for (unsigned k = 0; k < 2; k++) {
-        const unsigned scale = k ? left_scale.y : left_scale.x;
+        const unsigned scale = k ? values->left_scales.y : values->left_scales.x;
         const float scaled[4] = {p[k][0] * low_f16(scale), p[k][1] * low_f16(scale),
                                  p[k][2] * high_f16(scale), p[k][3] * high_f16(scale)};
 
         turn<PKV_BF16>(scaled, &b);
-        tile_of_codes<true>(left_chunk.x, left_chunk.y, k, a);
-        multiply<PKV_BF16>(inner, a, &b);
+        tile_of_codes<true>(values->left.x, values->left.y, k, a);
+        multiply<PKV_BF16>(inner[0], inner[1], a, &b);
     }
-    turn<PKV_BF16>(inner, &b);
+    join(inner);
+    turn<PKV_BF16>(inner[0], &b);
     UNROLL
     for (unsigned i = 0; i < D / TILE; i++) {
-        const uint4 &chunk = chunks[i / 4];
-        const uint4 &four = scales[i / 4];
+        const uint4 &chunk = values->right[i / 4];
+        const uint4 &four = values->right_scales[i / 4];
         const unsigned scale = i % 4 < 2 ? (i % 2 ? four.y : four.x) : (i % 2 ? four.w : four.z);
         float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 
         tile_of_codes<false>(i % 4 < 2 ? chunk.x : chunk.y, i % 4 < 2 ? chunk.z : chunk.w, i % 2,
                              a);
-        multiply<PKV_BF16>(c, a, &b);
+        multiply<PKV_BF16>(c, c, a, &b);
         for (unsigned n = 0; n < 4; n++)
             state->o[i][n] =
                 __fmaf_rn(c[n], n < 2 ? low_f16(scale) : high_f16(scale), state->o[i][n]);
@@ -360,7 +393,7 @@ __device__ static inline void accumulate_dense(const unsigned char *page, unsign
             tile_of<false>(load_16(dense_chunk(page, 2 * i + k)), a);
             if (tokens < LENGTH)
                 mask_columns(TILE * k, tokens, a);
-            multiply<DTYPE>(state->o[i], a, &b[k]);
+            multiply<DTYPE>(state->o[i], state->o[i], a, &b[k]);
         }
     }
 }
@@ -376,16 +409,22 @@ __device__ static inline void attend_page(const struct layer_view *layer, struct
 
     if (page.kind == SLOT_FACTOR) {
         const unsigned char *data = factor_page(layer, page.slot, kv_head);
+        struct native_values<D> native;
+        struct coded_values<D> coded;
 
         if (CODED_K)
             score_codes<D, DTYPE>(layer, data, q, s);
         else
             score_native<D, DTYPE>(layer, data, q, s);
+        if (CODED_V)
+            load_codes<D>(layer, data, &coded);
+        else
+            load_native<D>(layer, data, &native);
         softmax<D, DTYPE>(factors, LENGTH, s, state);
         if (CODED_V)
-            accumulate_codes<D>(layer, data, s, state);
+            accumulate_codes<D>(&coded, s, state);
         else
-            accumulate_native<D, DTYPE>(layer, data, s, state);
+            accumulate_native<D, DTYPE>(&native, s, state);
     } else {
         const unsigned char *data = dense_page(layer, page.slot, kv_head);
 

@@ -61,40 +61,61 @@ __device__ static inline const unsigned char *dense_chunk(const unsigned char *d
     return data + (number * 32 + threadIdx.x % 32) * 16;
 }
 
-/* A lane's chunks of a factor: where they begin in a group, in bytes, and how many halves. */
+/* A lane's chunks of a factor. Where only half of one is there, what is loaded has it at one end.
+ */
 struct chunk_view {
-    const unsigned char *data;
+    const unsigned char *data; /* the first one */
     unsigned halves;
-    unsigned group; /* bytes from one group to the next one */
+    unsigned group; /* bytes from one chunk to the next one */
+    bool behind;    /* the only half is the second of what is loaded */
 };
 
-template <bool CODED>
-__device__ static inline struct chunk_view
-view_chunks(const unsigned char *page, const struct part_place *part, unsigned tiles)
+/* Of parts[PART], so that the compiler knows which. */
+template <bool CODED, unsigned PART>
+__device__ static inline struct chunk_view view_chunks(const struct layer_view *layer,
+                                                       const unsigned char *page, unsigned tiles)
 {
     const unsigned lane = threadIdx.x % 32;
-    const unsigned rank = part_rank(part);
-    const bool rank_is_row = part_rank_is_row(part);
+    const bool is_key = PART < 2, is_left = PART % 2 == 0, rank_is_row = is_key != is_left;
+    const unsigned rank = is_key ? layer->rank_k : layer->rank_v;
     const struct chunk_place place = chunk_place_of(rank, rank_is_row, tiles, lane / 4, lane % 4);
+    const unsigned bytes = CODED ? 4 * tiles : 16 * tiles; /* of a chunk */
+    const unsigned at = CODED ? place.at / 2 : 2 * place.at;
     struct chunk_view view;
 
-    view.data = page + part->offset + (CODED ? place.at / 2 : 2 * place.at);
+    view.data = page + layer->parts[PART].offset + at / bytes * bytes;
     view.halves = place.halves;
     view.group = CODED ? chunk_group(rank, rank_is_row, tiles) / 2
                        : 2 * chunk_group(rank, rank_is_row, tiles);
+    view.behind = at % bytes != 0;
     return view;
 }
 
-/* Both halves of a chunk of 16 bytes, 0 where there is none. */
+/* Both halves of a chunk of 16 bytes, 0 where there is none. For many at once: by one load and no
+ * branch, since of two to the same registers the second one waits for the first. */
+__device__ static inline uint4 load_chunk_of_many(const struct chunk_view *view, unsigned number)
+{
+    uint4 chunk = {0, 0, 0, 0};
+
+    if (view->halves > 0)
+        chunk = load_16(view->data + number * view->group);
+    if (view->halves == 1) {
+        chunk.x = view->behind ? chunk.z : chunk.x;
+        chunk.y = view->behind ? chunk.w : chunk.y;
+        chunk.z = chunk.w = 0;
+    }
+    return chunk;
+}
+
+/* The same with few registers. */
 __device__ static inline uint4 load_chunk(const struct chunk_view *view, unsigned number)
 {
-    const unsigned char *data = view->data + number * view->group;
     uint4 chunk = {0, 0, 0, 0};
 
     if (view->halves == 2) {
-        chunk = load_16(data);
+        chunk = load_16(view->data + number * view->group);
     } else if (view->halves == 1) {
-        const uint2 half = load_8(data);
+        const uint2 half = load_8(view->data + number * view->group + 8 * view->behind);
 
         chunk.x = half.x;
         chunk.y = half.y;
@@ -107,10 +128,12 @@ __device__ static inline uint2 load_small_chunk(const struct chunk_view *view)
 {
     uint2 chunk = {0, 0};
 
-    if (view->halves == 2)
+    if (view->halves > 0)
         chunk = load_8(view->data);
-    else if (view->halves == 1)
-        chunk.x = load_4(view->data);
+    if (view->halves == 1) {
+        chunk.x = view->behind ? chunk.y : chunk.x;
+        chunk.y = 0;
+    }
     return chunk;
 }
 

@@ -51,16 +51,16 @@ EVERYWHERE struct chunk_place chunk_place_of(unsigned rank, bool rank_is_row, un
                                              unsigned g, unsigned t)
 {
     const struct chunk_lanes lanes = chunk_lanes_of(rank, rank_is_row);
-    const unsigned half = lanes.some - lanes.full; /* have one half */
     const unsigned mine = rank_is_row ? g : t;
+    const bool whole = mine < lanes.full;
+    const unsigned first = whole ? 0 : lanes.full; /* of the lanes that are counted with it */
+    const unsigned n = whole ? lanes.full : lanes.some - lanes.full;
     struct chunk_place place;
 
-    place.halves = (mine < lanes.some) + (mine < lanes.full);
-    if (place.halves == 2)
-        place.at = 8 * tiles * (rank_is_row ? 4 * g + t : lanes.full * g + t);
-    else
-        place.at = 8 * tiles * (rank_is_row ? 4 : 8) * lanes.full +
-                   4 * tiles * (rank_is_row ? 4 * (g - lanes.full) + t : half * g + t - lanes.full);
+    place.halves = (mine < lanes.some) + whole;
+    place.at = 8 * (rank_is_row ? 4 : 8) * first +
+               (whole ? 8 : 4) * (rank_is_row ? 4 * (g - first) + t : n * g + t - first);
+    place.at *= tiles;
     return place;
 }
 

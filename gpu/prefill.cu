@@ -69,23 +69,24 @@ template <unsigned D> struct shared_places {
 };
 
 /* What a block has to do; copied from where the plan is, since copies to shared memory would have
- * it loaded anew. Tokens are counted from the item's first new one. */
+ * it loaded anew. Tokens are counted from the item's first new one; the queries of 2^32 would take
+ * half a terabyte. */
 struct prompt_part {
     const struct page *table;
-    size_t stored_tokens; /* in pages */
-    size_t new_tokens;
-    size_t step_row; /* of token 0, among the step's */
-    size_t cached;   /* tiles of stored pages */
-    size_t tiles;    /* and of new tokens */
+    unsigned step_row;    /* of token 0, among the step's */
+    unsigned cached;      /* tiles of stored pages */
+    unsigned last_tokens; /* of the last one of these */
+    unsigned tiles;       /* and of new tokens */
+    unsigned new_tokens;
     unsigned kv_head;
     unsigned group;
     unsigned rows; /* of the block */
-    size_t first_token;
+    unsigned first_token;
     unsigned first_head; /* of the group's: row 0 is one of token first_token */
 };
 
 /* Of a row of the block. */
-__device__ static inline size_t token_of(const struct prompt_part *part, unsigned row)
+__device__ static inline unsigned token_of(const struct prompt_part *part, unsigned row)
 {
     return part->first_token + (part->first_head + row) / part->group;
 }
@@ -97,8 +98,7 @@ __device__ static inline unsigned query_head_of(const struct prompt_part *part, 
 
 /* The rows of a warp, from `first` of the block on. */
 struct warp_rows {
-    unsigned first;
-    size_t first_token, last_token;
+    unsigned first, first_token, last_token;
 };
 
 /* A thread's pieces of 16 bytes of a tile: of K and of V the same one of every `step`-th row. */
@@ -211,7 +211,7 @@ __device__ static void load_queries(const struct prefill_views *a, const struct 
         unsigned most = 0;
 
         if (r < part->rows) {
-            const size_t row = part->step_row + token_of(part, r);
+            const unsigned row = part->step_row + token_of(part, r);
             const unsigned head = query_head_of(part, r);
 
             UNROLL
@@ -253,18 +253,19 @@ __device__ static void round_piece(const pkv_input *input, size_t row, unsigned 
 /* K or V of a tile of new tokens, from token `first` on; `left` of them are there. */
 template <unsigned D, pkv_dtype DTYPE>
 __device__ static inline void fetch_rows(const pkv_input *input, bool copied,
-                                         const struct prompt_part *part, size_t first,
+                                         const struct prompt_part *part, unsigned first,
                                          unsigned left, unsigned char *to)
 {
     const unsigned step = thread_pieces<D>::step;
     const unsigned t = threadIdx.x / thread_pieces<D>::of_row;
     const unsigned i = threadIdx.x % thread_pieces<D>::of_row;
-    const size_t row = part->step_row + first;
+    const unsigned row = part->step_row + first;
 
     static_assert(step % 8 == 0, "so that the thread's pieces are at the same place in each row");
     to += piece_at(t, i);
     if (copied) {
-        const uint16_t *from = (const uint16_t *)input->data + (row + t) * input->token_stride +
+        const uint16_t *from = (const uint16_t *)input->data +
+                               (size_t)(row + t) * input->token_stride +
                                part->kv_head * input->head_stride + 8 * i;
 
         to += t * shared_places<D>::row;
@@ -282,7 +283,7 @@ __device__ static inline void fetch_rows(const pkv_input *input, bool copied,
 /* Tile `number` on its way to shared memory. Behind the last new token there are zeros. */
 template <unsigned D, pkv_dtype DTYPE>
 __device__ static inline void fetch_tile(const struct prefill_views *a,
-                                         const struct prompt_part *part, size_t number,
+                                         const struct prompt_part *part, unsigned number,
                                          unsigned char *shared)
 {
     unsigned char *to = shared + shared_places<D>::tiles + number % 2 * 2 * shared_places<D>::half;
@@ -298,8 +299,8 @@ __device__ static inline void fetch_tile(const struct prefill_views *a,
         for (unsigned n = 0; n < 2 * LENGTH / thread_pieces<D>::step; n++)
             copy_16(to + 16 * threadIdx.x + 16 * THREADS * n, from + 16 * THREADS * n, true);
     } else {
-        const size_t first = (number - part->cached) * LENGTH;
-        const unsigned left = (unsigned)min_size(part->new_tokens - first, LENGTH);
+        const unsigned first = (number - part->cached) * LENGTH;
+        const unsigned left = part->new_tokens - first;
 
         fetch_rows<D, DTYPE>(&a->k, a->copied, part, first, left, to);
         fetch_rows<D, DTYPE>(&a->v, a->copied, part, first, left, to + shared_places<D>::half);
@@ -335,11 +336,14 @@ __device__ static inline void score_dense(const unsigned char *keys, const unsig
     }
 }
 
-/* C += inner F, of 16 ranks and TILES times 16 columns; of f16 inner is scaled. */
-template <unsigned TILES, pkv_dtype DTYPE>
-__device__ static inline void multiply_factor(float inner[M][2][4], const struct chunk_view *factor,
+/* C += inner F, F being parts[PART] of 16 ranks and TILES times 16 columns; of f16 inner is
+ * scaled. */
+template <unsigned PART, unsigned TILES, pkv_dtype DTYPE>
+__device__ static inline void multiply_factor(const struct layer_view *layer,
+                                              const unsigned char *page, float inner[M][2][4],
                                               float c[M][2 * TILES][4])
 {
+    const struct chunk_view factor = view_chunks<false, PART>(layer, page, 1);
     const float scale = DTYPE == PKV_F16 ? fit_f16<M * 8>(&inner[0][0][0]) : 1.0f;
     struct split_a rows[M];
     unsigned tile[4];
@@ -349,7 +353,7 @@ __device__ static inline void multiply_factor(float inner[M][2][4], const struct
         turn_split<DTYPE>(inner[m], &rows[m]);
     UNROLL
     for (unsigned i = 0; i < TILES; i++) {
-        tile_of<false>(load_chunk(factor, i), tile);
+        tile_of<false>(load_chunk(&factor, i), tile);
         UNROLL
         for (unsigned m = 0; m < M; m++) {
             float(*sum)[4] = c[m] + 2 * i;
@@ -373,8 +377,7 @@ __device__ static inline void score_native(const struct layer_view *layer,
                                            const unsigned char *page, const unsigned char *q,
                                            unsigned parts, float s[M][N][4])
 {
-    const struct chunk_view right = view_chunks<false>(page, &layer->parts[1], 1);
-    const struct chunk_view left = view_chunks<false>(page, &layer->parts[0], 1);
+    const struct chunk_view right = view_chunks<false, 1>(layer, page, 1);
     float inner[M][2][4] = {};
     unsigned tile[4];
 
@@ -391,7 +394,7 @@ __device__ static inline void score_native(const struct layer_view *layer,
             }
         }
     }
-    multiply_factor<2, DTYPE>(inner, &left, s);
+    multiply_factor<0, 2, DTYPE>(layer, page, inner, s);
 }
 
 /* A of the storage type as bf16. */
@@ -411,8 +414,8 @@ __device__ static inline void score_codes(const struct layer_view *layer, const 
 {
     const unsigned t = threadIdx.x % 4;
     const struct part_place *places = layer->parts;
-    const struct chunk_view right = view_chunks<true>(page, &places[1], 4);
-    const struct chunk_view left = view_chunks<true>(page, &places[0], 2);
+    const struct chunk_view right = view_chunks<true, 1>(layer, page, 4);
+    const struct chunk_view left = view_chunks<true, 0>(layer, page, 2);
     const unsigned char *right_scales = page + places[1].scales + t * (D / 2);
     const uint16_t *left_scales = (const uint16_t *)(const void *)(page + places[0].scales);
     const uint2 left_chunk = load_small_chunk(&left);
@@ -579,8 +582,7 @@ __device__ static inline void
 accumulate_native(const struct layer_view *layer, const unsigned char *page,
                   const unsigned p[M][2][4], struct warp_state<D> *state)
 {
-    const struct chunk_view left = view_chunks<false>(page, &layer->parts[2], 1);
-    const struct chunk_view right = view_chunks<false>(page, &layer->parts[3], 1);
+    const struct chunk_view left = view_chunks<false, 2>(layer, page, 1);
     float inner[M][2][4] = {};
     unsigned tile[4];
 
@@ -591,7 +593,7 @@ accumulate_native(const struct layer_view *layer, const unsigned char *page,
         for (unsigned m = 0; m < M; m++)
             multiply_tile<DTYPE>(inner[m], p[m][k], tile);
     }
-    multiply_factor<D / TILE, DTYPE>(inner, &right, state->o);
+    multiply_factor<3, D / TILE, DTYPE>(layer, page, inner, state->o);
 }
 
 /* The scales of L_V go to the columns of P, those of R_V to the columns of C. */
@@ -602,8 +604,8 @@ __device__ static inline void accumulate_codes(const struct layer_view *layer,
 {
     const unsigned t = threadIdx.x % 4;
     const struct part_place *places = layer->parts;
-    const struct chunk_view left = view_chunks<true>(page, &places[2], 2);
-    const struct chunk_view right = view_chunks<true>(page, &places[3], 4);
+    const struct chunk_view left = view_chunks<true, 2>(layer, page, 2);
+    const struct chunk_view right = view_chunks<true, 3>(layer, page, 4);
     const uint2 left_chunk = load_small_chunk(&left);
     /* Of columns 2 t and 2 t + 1 of each 8. */
     const unsigned char *left_scales = page + places[2].scales + 2 * t * (LENGTH / 4);
@@ -658,7 +660,7 @@ __device__ static inline void accumulate_codes(const struct layer_view *layer,
 
 template <unsigned D, pkv_dtype DTYPE>
 __device__ static inline void attend_page(const struct prefill_views *a,
-                                          const struct prompt_part *part, size_t number,
+                                          const struct prompt_part *part, unsigned number,
                                           const unsigned char *tile, const unsigned char *q,
                                           const float *factors, struct warp_state<D> *state)
 {
@@ -680,7 +682,7 @@ __device__ static inline void attend_page(const struct prefill_views *a,
         else
             accumulate_native<D, DTYPE>(layer, data, p, state);
     } else {
-        const unsigned tokens = (unsigned)min_size(part->stored_tokens - number * LENGTH, LENGTH);
+        const unsigned tokens = number + 1 < part->cached ? LENGTH : part->last_tokens;
         const unsigned seen[M][2] = {{tokens, tokens}, {tokens, tokens}};
 
         score_dense<D, DTYPE, false>(tile, q, a->q_parts, s);
@@ -694,7 +696,7 @@ __device__ static inline void attend_page(const struct prefill_views *a,
 /* New tokens from `first` on; nothing where they follow the warp's rows. */
 template <unsigned D, pkv_dtype DTYPE>
 __device__ static inline void
-attend_new(const struct prefill_views *a, const struct prompt_part *part, size_t first,
+attend_new(const struct prefill_views *a, const struct prompt_part *part, unsigned first,
            const struct warp_rows *rows, const unsigned char *tile, const unsigned char *q,
            const float *factors, struct warp_state<D> *state)
 {
@@ -709,10 +711,10 @@ attend_new(const struct prefill_views *a, const struct prompt_part *part, size_t
 
         UNROLL
         for (unsigned r = 0; r < 2 * M; r++) {
-            const size_t token = min_size(
-                token_of(part, rows->first + 8 * r + threadIdx.x % 32 / 4), rows->last_token);
+            unsigned token = token_of(part, rows->first + 8 * r + threadIdx.x % 32 / 4);
 
-            seen[r / 2][r % 2] = token < first ? 0 : (unsigned)(token - first) + 1;
+            token = token < rows->last_token ? token : rows->last_token;
+            seen[r / 2][r % 2] = token < first ? 0 : token - first + 1;
         }
         mask_scores(seen, s);
     }
@@ -744,7 +746,7 @@ leave_state(const struct prefill_views *a, const struct prompt_part *part, unsig
             out[(8 * r + g) * D + 8 * i + 2 * t + 1] = state->o[m][i][2 * h + 1] * inverse;
         }
         if (a->lse && t == 0 && row < part->rows)
-            a->lse[(part->step_row + token_of(part, row)) * a->layer.query_heads +
+            a->lse[(size_t)(part->step_row + token_of(part, row)) * a->layer.query_heads +
                    query_head_of(part, row)] =
                 __fmaf_rn(__fmaf_rn(state->m[m][h], factors[8 * r + g], -bias), LN_2, logf(l));
     }
@@ -756,7 +758,7 @@ __device__ static void write_outputs(const struct prefill_views *a, const struct
 {
     for (unsigned n = threadIdx.x; n < part->rows * D; n += THREADS) {
         store_element(a->out.dtype, a->out.data,
-                      (part->step_row + token_of(part, n / D)) * a->out.token_stride +
+                      (size_t)(part->step_row + token_of(part, n / D)) * a->out.token_stride +
                           query_head_of(part, n / D) * a->out.head_stride + n % D,
                       out[n]);
     }
@@ -782,18 +784,18 @@ __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
     struct prompt_part part;
     bool idle;
 
-    part.new_tokens = item->new_tokens;
     part.group = a.layer.query_heads / a.layer.kv_heads;
-    if (part.new_tokens == 1 || first_row >= part.new_tokens * part.group)
+    if (item->new_tokens == 1 || first_row >= item->new_tokens * part.group)
         return;
     part.table = plan->tables + item->first_page;
-    part.stored_tokens = item->tokens;
-    part.step_row = item->first_row;
+    part.step_row = (unsigned)item->first_row;
+    part.cached = (unsigned)((item->tokens + LENGTH - 1) / LENGTH);
+    part.last_tokens = (unsigned)(item->tokens - (part.cached - 1) * (size_t)LENGTH);
+    part.new_tokens = (unsigned)item->new_tokens;
     part.kv_head = blockIdx.y;
-    part.rows = (unsigned)min_size(part.new_tokens * part.group - first_row, ROWS);
-    part.first_token = first_row / part.group;
-    part.first_head = (unsigned)(first_row - part.first_token * part.group);
-    part.cached = (part.stored_tokens + LENGTH - 1) / LENGTH;
+    part.rows = (unsigned)min_size(item->new_tokens * part.group - first_row, ROWS);
+    part.first_token = (unsigned)(first_row / part.group);
+    part.first_head = (unsigned)(first_row % part.group);
     part.tiles = part.cached + token_of(&part, part.rows - 1) / LENGTH + 1;
     rows.first = warp * WARP_ROWS;
     rows.first_token = token_of(&part, rows.first);
@@ -805,7 +807,7 @@ __global__ static void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 
     load_queries<D, DTYPE>(&a, &part, shared);
     fetch_tile<D, DTYPE>(&a, &part, 0, shared);
-    for (size_t number = 0; number < part.tiles; number++) {
+    for (unsigned number = 0; number < part.tiles; number++) {
         const unsigned char *tile =
             shared + shared_places<D>::tiles + number % 2 * 2 * shared_places<D>::half;
 
