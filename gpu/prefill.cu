@@ -54,6 +54,7 @@ struct prefill_views {
     size_t first_item;
     unsigned q_parts; /* 1; 2: q is of another type than the storage */
     bool copied;      /* new K and V can be copied 16 bytes at a time */
+    bool out_in_pieces;
 };
 
 /* Shared memory of a block, in bytes. At the end O is where Q and the tiles were. */
@@ -752,15 +753,47 @@ leave_state(const struct prefill_views *a, const struct prompt_part *part, unsig
     }
 }
 
+__device__ static inline unsigned pair_of(pkv_dtype dtype, unsigned low, unsigned high)
+{
+    return dtype == PKV_F16 ? pair_f16(f32_from_bits(low), f32_from_bits(high))
+                            : pair_bf16(f32_from_bits(low), f32_from_bits(high));
+}
+
+/* 8 elements, of which 16 bytes are aligned. */
+__device__ static inline void store_8_elements(const pkv_output *out, size_t at, const float *x)
+{
+    const uint4 first = shared_16(x), second = shared_16(x + 4);
+    uint4 halves;
+
+    if (out->dtype == PKV_F32) {
+        store_16((float *)out->data + at, first);
+        store_16((float *)out->data + at + 4, second);
+        return;
+    }
+    halves.x = pair_of(out->dtype, first.x, first.y);
+    halves.y = pair_of(out->dtype, first.z, first.w);
+    halves.z = pair_of(out->dtype, second.x, second.y);
+    halves.w = pair_of(out->dtype, second.z, second.w);
+    store_16((uint16_t *)out->data + at, halves);
+}
+
 template <unsigned D>
 __device__ static void write_outputs(const struct prefill_views *a, const struct prompt_part *part,
                                      const float *out)
 {
-    for (unsigned n = threadIdx.x; n < part->rows * D; n += THREADS) {
-        store_element(a->out.dtype, a->out.data,
-                      (size_t)(part->step_row + token_of(part, n / D)) * a->out.token_stride +
-                          query_head_of(part, n / D) * a->out.head_stride + n % D,
-                      out[n]);
+    const unsigned first = threadIdx.x % thread_pieces<D>::of_row * 8;
+
+    for (unsigned r = threadIdx.x / thread_pieces<D>::of_row; r < part->rows;
+         r += thread_pieces<D>::step) {
+        const size_t at = (size_t)(part->step_row + token_of(part, r)) * a->out.token_stride +
+                          query_head_of(part, r) * a->out.head_stride + first;
+        const float *x = out + r * D + first;
+
+        if (a->out_in_pieces)
+            store_8_elements(&a->out, at, x);
+        else
+            for (unsigned i = 0; i < 8; i++)
+                store_element(a->out.dtype, a->out.data, at + i, x[i]);
     }
 }
 
@@ -848,11 +881,15 @@ static pkv_status launch(struct backend *backend, const struct prefill_views *a,
     return status;
 }
 
-/* Whether rows are of the storage type, and 16 bytes of one aligned. */
+/* Whether 8 elements of a row begin at a multiple of 16 bytes. */
+static bool in_pieces(const void *data, size_t token_stride, size_t head_stride)
+{
+    return (uintptr_t)data % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
+}
+
 static bool can_copy(const pkv_input *input, pkv_dtype dtype)
 {
-    return input->dtype == dtype && (uintptr_t)input->data % 16 == 0 &&
-           input->token_stride % 8 == 0 && input->head_stride % 8 == 0;
+    return input->dtype == dtype && in_pieces(input->data, input->token_stride, input->head_stride);
 }
 
 pkv_status prefill_run(struct backend *backend, size_t layer, const pkv_step_io *io)
@@ -870,6 +907,7 @@ pkv_status prefill_run(struct backend *backend, size_t layer, const pkv_step_io 
     a.lse = io->lse;
     a.q_parts = io->q.dtype == a.layer.dtype ? 1 : 2;
     a.copied = can_copy(&io->k, a.layer.dtype) && can_copy(&io->v, a.layer.dtype);
+    a.out_in_pieces = in_pieces(io->out.data, io->out.token_stride, io->out.head_stride);
     for (size_t end; a.first_item < plan->n_items && status == PKV_OK; a.first_item = end) {
         size_t rows = 0;
         dim3 grid;

@@ -4,6 +4,7 @@
 #include "cuda_host/control.h"
 #include "cuda_steps.h"
 
+#include "numeric.h"
 #include "tests.h"
 
 #include <math.h>
@@ -144,6 +145,48 @@ START_TEST(rows_see_none_behind)
 }
 END_TEST
 
+/* Outputs of each type in rows of which 16 bytes are aligned, and with gaps of which none are:
+ * those of f32, rounded, and nothing beside them. */
+START_TEST(types_of_outputs)
+{
+    enum { TOKENS = 37 };
+    const struct shape shape = shape_in_form(_i / 6 ? 5 : 2);
+    const pkv_dtype type = (pkv_dtype)(_i % 3);
+    const size_t heads = KV_HEADS * shape.group, gap = _i / 3 % 2 ? 3 : 8;
+    const size_t head_stride = shape.d + gap, token_stride = heads * head_stride + gap;
+    const size_t bytes = type == PKV_F32 ? sizeof(float) : sizeof(uint16_t);
+    pkv_cache *cache = steps_open_cache(&shape, MOST_TOKENS, false, NULL);
+    struct rows *rows = tests_allocate(1, sizeof *rows);
+    struct part part = {.seed = 9, .tokens = TOKENS};
+    pkv_step_io io = steps_io(rows, &shape, false);
+    char *out = tests_allocate(TOKENS * token_stride, bytes);
+    char *expected = tests_allocate(TOKENS * token_stride, bytes);
+    pkv_step *step;
+
+    part.seq = steps_fill_sequence(cache, &shape, part.seed, 70, rows);
+    steps_take(cache, &shape, &part, 1, true, false, rows);
+    memset(out, 0x5a, TOKENS * token_stride * bytes);
+    memset(expected, 0x5a, TOKENS * token_stride * bytes);
+    for (size_t i = 0; i < TOKENS * heads * shape.d; i++) {
+        const float x = rows->out[i];
+        const size_t at =
+            i / (heads * shape.d) * token_stride + i / shape.d % heads * head_stride + i % shape.d;
+        const uint16_t half = type == PKV_F16 ? f16_from_f32(x) : bf16_from_f32(x);
+
+        memcpy(expected + at * bytes, type == PKV_F32 ? (const void *)&x : &half, bytes);
+    }
+    io.out = (pkv_output){out, type, token_stride, head_stride};
+    ck_assert_int_eq(pkv_step_begin(cache, &(pkv_step_item){part.seq, TOKENS}, 1, &step), PKV_OK);
+    ck_assert_int_eq(tests_step_layer(step, 0, &io), PKV_OK);
+    pkv_step_abort(step);
+    require(memcmp(out, expected, TOKENS * token_stride * bytes) == 0);
+    free(out);
+    free(expected);
+    free(rows);
+    pkv_cache_close(cache);
+}
+END_TEST
+
 int main(void)
 {
     Suite *suite = suite_create("prefill");
@@ -154,6 +197,7 @@ int main(void)
     tcase_add_loop_test(blocks, alone_and_among_others, 0, 2);
     tcase_add_loop_test(shapes, as_the_cpu, 0, SHAPES);
     tcase_add_loop_test(shapes, rows_see_none_behind, 0, 2);
+    tcase_add_loop_test(shapes, types_of_outputs, 0, 12);
     suite_add_tcase(suite, blocks);
     suite_add_tcase(suite, shapes);
     return tests_run(suite);

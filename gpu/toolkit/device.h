@@ -130,7 +130,7 @@ __device__ static __forceinline__ float power_of_2(float x)
     return y;
 }
 
-/* ---- Aligned loads of what no kernel under way writes, and of shared memory ---- */
+/* ---- Aligned loads of what no kernel under way writes, and of shared memory; stores ---- */
 
 __device__ static __forceinline__ uint4 load_16(const void *p)
 {
@@ -150,6 +150,11 @@ __device__ static __forceinline__ unsigned load_4(const void *p)
 __device__ static __forceinline__ uint4 shared_16(const void *p)
 {
     return *(const uint4 *)p;
+}
+
+__device__ static __forceinline__ void store_16(void *p, uint4 x)
+{
+    *(uint4 *)p = x;
 }
 
 /* ---- Aligned copies of 16 bytes to shared memory ---- */

@@ -232,6 +232,7 @@ uint4 load_16(const void *p);
 uint2 load_8(const void *p);
 unsigned load_4(const void *p);
 uint4 shared_16(const void *p);
+void store_16(void *p, uint4 x);
 
 /* Until the wait NaNs are there; a thread that returns has waited. */
 void copy_16(void *to, const void *from, bool there);

@@ -157,7 +157,7 @@ unsigned add_bf16(unsigned a, unsigned b)
                      bf16_to_f32((uint16_t)(a >> 16)) + bf16_to_f32((uint16_t)(b >> 16)));
 }
 
-/* ---- Loads ---- */
+/* ---- Loads and stores ---- */
 
 template <typename T> static T load(const void *p)
 {
@@ -188,6 +188,14 @@ unsigned load_4(const void *p)
 uint4 shared_16(const void *p)
 {
     return load<uint4>(p);
+}
+
+void store_16(void *p, uint4 x)
+{
+    if ((uintptr_t)p % 16 != 0)
+        cuda_host_stop("a store of 16 bytes to %p, which is not aligned", p);
+    fiber_writes(p, 16);
+    memcpy(p, &x, sizeof x);
 }
 
 void copy_16(void *to, const void *from, bool there)
