@@ -39,6 +39,8 @@
 /* States whose weights are worked out at once. */
 #define MERGED_AT_ONCE 32
 
+#define CACHE_LINE 128 /* bytes */
+
 #define LOG2_E 1.44269504f
 #define LN_2   0.693147181f
 
@@ -400,6 +402,27 @@ __device__ static inline void accumulate_dense(const unsigned char *page, unsign
 
 /* ---- A warp's pages ---- */
 
+/* Lane n has the warp's page n: nothing waits for the table. */
+__device__ static inline struct page page_of_lane(struct page mine, unsigned n)
+{
+    mine.slot = __shfl_sync(0xffffffffu, mine.slot, n);
+    mine.kind = __shfl_sync(0xffffffffu, mine.kind, n);
+    return mine;
+}
+
+/* While a page is attended the next one comes from memory: registers have no room for it. */
+__device__ static inline void prefetch_page(const struct layer_view *layer, struct page page,
+                                            unsigned kv_head)
+{
+    const bool is_factor = page.kind == SLOT_FACTOR;
+    const size_t bytes = is_factor ? layer->factor_bytes : layer->dense_bytes;
+    const unsigned char *data =
+        is_factor ? factor_page(layer, page.slot, kv_head) : dense_page(layer, page.slot, kv_head);
+
+    for (size_t at = threadIdx.x % 32 * CACHE_LINE; at < bytes; at += 32 * CACHE_LINE)
+        prefetch(data + at);
+}
+
 template <unsigned D, pkv_dtype DTYPE, bool CODED_K, bool CODED_V>
 __device__ static inline void attend_page(const struct layer_view *layer, struct page page,
                                           unsigned tokens, unsigned kv_head, const float *factors,
@@ -491,7 +514,8 @@ __device__ static void attend_warp(const struct decode_views *a, const struct de
     const unsigned g = lane / 4, t = lane % 4;
     const size_t first = block * BLOCK_PAGES + threadIdx.x / 32 * WARP_PAGES;
     const float scale = shared[shared_places<D>::scale + g];
-    unsigned tokens = 0; /* of the warp's pages that are left */
+    unsigned tokens = 0; /* of the warp's pages */
+    struct page mine = {};
     struct split_b q[D / TILE];
     struct warp_state<D> state;
     float *out =
@@ -515,14 +539,16 @@ __device__ static void attend_warp(const struct decode_views *a, const struct de
             state.o[i][n] = 0.0f;
     if (first * LENGTH < item->tokens)
         tokens = (unsigned)min_size(item->tokens - first * LENGTH, WARP_PAGES * LENGTH);
-    table += first;
-    while (tokens > 0) {
-        const unsigned n = tokens < LENGTH ? tokens : LENGTH;
+    if (lane * LENGTH < tokens)
+        mine = table[first + lane];
+    for (unsigned i = 0; i * LENGTH < tokens; i++) {
+        const unsigned left = tokens - i * LENGTH;
 
-        attend_page<D, DTYPE, CODED_K, CODED_V>(&a->layer, *table, n, kv_head,
+        if (left > LENGTH)
+            prefetch_page(&a->layer, page_of_lane(mine, i + 1), kv_head);
+        attend_page<D, DTYPE, CODED_K, CODED_V>(&a->layer, page_of_lane(mine, i),
+                                                left < LENGTH ? left : LENGTH, kv_head,
                                                 shared + shared_places<D>::factor, q, &state);
-        table++;
-        tokens -= n;
     }
     UNROLL
     for (unsigned i = 4; i < 32; i *= 2) {

@@ -130,6 +130,12 @@ __device__ static __forceinline__ float power_of_2(float x)
     return y;
 }
 
+/* The line of p on its way to the second-level cache. */
+__device__ static __forceinline__ void prefetch(const void *p)
+{
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(__cvta_generic_to_global(p)));
+}
+
 /* ---- Aligned loads of what no kernel under way writes, and of shared memory; stores ---- */
 
 __device__ static __forceinline__ uint4 load_16(const void *p)

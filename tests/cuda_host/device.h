@@ -222,6 +222,10 @@ static inline unsigned made_anew(unsigned x)
     return x;
 }
 
+static inline void prefetch(const void *)
+{
+}
+
 static inline float power_of_2(float x)
 {
     return x < -126.0f ? 0.0f : __builtin_exp2f(x);
