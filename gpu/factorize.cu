@@ -433,19 +433,49 @@ __device__ static void project(const struct problem *p, int exponent)
 
 /* ---- Into storage ---- */
 
-/* False where an element of the calling thread overflows. */
-__device__ static bool put_native(const struct layer_view *layer, const struct part_place *part,
-                                  const float *from, unsigned char *page)
+/* Two elements as they are stored; false where one overflows. */
+__device__ static inline bool pair_of(pkv_dtype dtype, float low, float high, unsigned *pair)
 {
+    const unsigned infinite = dtype == PKV_F16 ? 0x7c00 : 0x7f80;
+
+    *pair = dtype == PKV_F16 ? pair_f16(low, high) : pair_bf16(low, high);
+    return (*pair & infinite) != infinite && (*pair >> 16 & infinite) != infinite;
+}
+
+/* A part, whose rows lie `stride` apart; in fragments a lane writes what a lane reads. False where
+ * an element of the calling thread overflows. */
+__device__ static bool put_native(const struct layer_view *layer, const struct part_place *part,
+                                  const float *from, unsigned stride, unsigned char *page)
+{
+    const unsigned lane = threadIdx.x % 32;
+    const struct chunk_place chunks = part_chunks(part, lane);
+    unsigned char *to = page + part->offset;
     bool good = true;
 
-    for (size_t n = threadIdx.x; n < part_room(part); n += blockDim.x) {
-        unsigned row, column;
-        const bool there = part_element_at(part, n, &row, &column);
+    if (!part->fragments) {
+        for (unsigned n = threadIdx.x; n < part->rows * part->columns; n += blockDim.x)
+            good = is_finite(store_element(layer->dtype, to, n,
+                                           from[n / part->columns * stride + n % part->columns])) &&
+                   good;
+        return good;
+    }
+    for (unsigned tile = threadIdx.x / 32; tile < part_tiles(part); tile += blockDim.x / 32) {
+        for (unsigned h = 0; h < chunks.halves; h++) {
+            float x[4];
+            uint2 half;
 
-        good = is_finite(store_element(layer->dtype, page + part->offset, n,
-                                       there ? from[row * part->columns + column] : 0.0f)) &&
-               good;
+            UNROLL
+            for (unsigned n = 0; n < 4; n++) {
+                unsigned row, column;
+
+                x[n] = 0.0f;
+                if (part_element_of(part, lane, tile, h, n, &row, &column))
+                    x[n] = from[row * stride + column];
+            }
+            good = pair_of(layer->dtype, x[0], x[1], &half.x) && good;
+            good = pair_of(layer->dtype, x[2], x[3], &half.y) && good;
+            *(uint2 *)(void *)(to + 2 * half_index(part, chunks, tile, h)) = half;
+        }
     }
     return good;
 }
@@ -468,11 +498,25 @@ __device__ static void balance(const struct problem *p)
     __syncthreads();
 }
 
-__device__ static bool put_codes(const struct part_place *part, const float *from,
+/* The code of element [row, column]. */
+__device__ static inline unsigned code_at(const struct part_place *part, const float *from,
+                                          unsigned stride, const uint16_t *scales, unsigned row,
+                                          unsigned column)
+{
+    const uint16_t scale = scales[scale_index(part, part->row_scales ? row : column)];
+
+    return (unsigned)int4_code(from[row * stride + column], f16_to_f32(scale)) & 15;
+}
+
+__device__ static bool put_codes(const struct part_place *part, const float *from, unsigned stride,
                                  unsigned char *page)
 {
+    const unsigned lane = threadIdx.x % 32;
+    const struct chunk_place chunks = part_chunks(part, lane);
     const unsigned n_scales = part->row_scales ? part->rows : part->columns;
     const unsigned n_along = part->row_scales ? part->columns : part->rows;
+    const unsigned n_bytes = part->fragments ? 0 : part->rows * part->columns / 2;
+    const unsigned n_tiles = part->fragments ? part_tiles(part) : 0;
     unsigned char *codes = page + part->offset;
     uint16_t *scales = (uint16_t *)(void *)(page + part->scales);
     bool good = true;
@@ -482,7 +526,7 @@ __device__ static bool put_codes(const struct part_place *part, const float *fro
 
         for (unsigned j = 0; j < n_along; j++) {
             const float magnitude =
-                fabsf(part->row_scales ? from[i * part->columns + j] : from[j * part->columns + i]);
+                fabsf(part->row_scales ? from[i * stride + j] : from[j * stride + i]);
 
             largest = magnitude > largest ? magnitude : largest;
         }
@@ -490,37 +534,54 @@ __device__ static bool put_codes(const struct part_place *part, const float *fro
         good = is_finite(f16_to_f32(int4_scale(largest))) && good;
     }
     __syncthreads();
-    for (size_t n = 2 * threadIdx.x; n < part_room(part); n += 2 * blockDim.x) {
-        int code[2] = {0, 0};
+    for (unsigned n = threadIdx.x; n < n_bytes; n += blockDim.x) {
+        unsigned code[2];
 
-        for (unsigned k = 0; k < 2; k++) {
-            unsigned row, column;
+        for (unsigned k = 0; k < 2; k++)
+            code[k] = code_at(part, from, stride, scales, (2 * n + k) / part->columns,
+                              (2 * n + k) % part->columns);
+        codes[n] = (unsigned char)(code[0] | code[1] << 4);
+    }
+    for (unsigned tile = threadIdx.x / 32 * 2; tile < n_tiles; tile += blockDim.x / 32 * 2) {
+        for (unsigned h = 0; h < chunks.halves; h++) {
+            unsigned word = 0;
 
-            if (part_element_at(part, n + k, &row, &column))
-                code[k] = int4_code(
-                    from[row * part->columns + column],
-                    f16_to_f32(scales[scale_index(part, part->row_scales ? row : column)]));
+            for (unsigned n = 0; n < 8; n++) {
+                unsigned row, column;
+
+                if (part_element_of(part, lane, tile + n / 2 % 2, h, n % 2 * 2 + n / 4, &row,
+                                    &column))
+                    word |= code_at(part, from, stride, scales, row, column) << 4 * n;
+            }
+            *(unsigned *)(void *)(codes + half_index(part, chunks, tile, h) / 2) = word;
         }
-        codes[n / 2] = int4_pack(code[0], code[1]);
     }
     return good;
 }
 
-__device__ static bool put_factors(const struct layer_view *layer, const struct problem *p)
+/* L and R, the rows of which lie so far apart; L~ and R~ where they become codes. */
+__device__ static bool put_parts(const struct layer_view *layer, const struct problem *p,
+                                 unsigned left_stride, unsigned right_stride)
 {
     const struct part_place *parts = &layer->parts[p->is_key ? 0 : 2];
     unsigned char *page = factor_page(layer, p->job.to_slot, p->head);
     bool good;
 
     if (parts[0].coded) {
-        balance(p);
-        good = put_codes(&parts[0], p->left, page);
-        good = put_codes(&parts[1], p->right, page) && good;
+        good = put_codes(&parts[0], p->left, left_stride, page);
+        good = put_codes(&parts[1], p->right, right_stride, page) && good;
     } else {
-        good = put_native(layer, &parts[0], p->left, page);
-        good = put_native(layer, &parts[1], p->right, page) && good;
+        good = put_native(layer, &parts[0], p->left, left_stride, page);
+        good = put_native(layer, &parts[1], p->right, right_stride, page) && good;
     }
     return good;
+}
+
+__device__ static bool put_factors(const struct layer_view *layer, const struct problem *p)
+{
+    if (layer->parts[p->is_key ? 0 : 2].coded)
+        balance(p);
+    return put_parts(layer, p, p->rank, p->d);
 }
 
 enum fault_kind { FAULT_SOLVER, FAULT_FACTORS };
@@ -726,7 +787,17 @@ __global__ static void take_eigenvectors(struct layer_view layer, struct launch_
 #define STAGE        32
 #define GRAM_FLOATS  (LENGTH * (LENGTH + 1) / 2)
 #define QL_THREADS   128
-#define X_COLUMNS    16 /* of X at once, for R */
+#define X_COLUMNS    16                          /* of X at once, for R */
+#define SWEEPS       (18 + 2 * (LENGTH - 1) + 1) /* solver_sweep_cap(LENGTH - 1) + 1 */
+
+/* Of rows in shared memory, such that a warp's lanes meet no bank twice; and of a problem, K's 16
+ * banks from V's. */
+#define X_STRIDE         (X_COLUMNS + 4)
+#define LEFT_STRIDE      (MOST_RANK + 1)
+#define RIGHT_STRIDE(d)  ((d) + 1)
+#define X_FLOATS         (LENGTH * X_STRIDE + 16)
+#define LEFT_FLOATS      (LENGTH * LEFT_STRIDE + 16)
+#define ROTATIONS_FLOATS (2 * 16 + 16)
 
 /* Scratch of the problems of a launch, `n` of them: numbers of a problem that one thread works on
  * lie n apart. */
@@ -782,11 +853,61 @@ __device__ static struct problem warp_problem(const struct layer_view *layer,
     return p;
 }
 
-__device__ static float scaled(float x, int exponent)
+/* A lane's row of a page where it is the caller's and can be loaded 16 bytes at a time, else
+ * NULL. */
+__device__ static const uint16_t *row_of_lane(const struct layer_view *layer,
+                                              const struct problem *p, const pkv_input *input)
 {
-    if (exponent < -126)
-        return x * solver_scale_down(exponent) * solver_scale_down_more(exponent);
-    return exponent != 0 ? x * solver_scale_down(exponent) : x;
+    const unsigned lane = threadIdx.x % 32;
+
+    if (lane < p->job.cached_tokens || input->dtype != layer->dtype || !input_aligned(input))
+        return NULL;
+    return (const uint16_t *)input->data +
+           (p->job.first_row + (lane - p->job.cached_tokens)) * input->token_stride +
+           p->head * input->head_stride;
+}
+
+/* Eight elements of any row, as they are stored. */
+__device__ static uint4 page_piece(const struct layer_view *layer, const struct problem *p,
+                                   const pkv_input *input, unsigned t, unsigned first)
+{
+    uint64_t low = 0, high = 0;
+
+    for (unsigned i = 0; i < 8; i++) {
+        const float x = page_element(layer, p, input, t, first + i);
+
+        low = low >> 16 | high << 48;
+        high = high >> 16 | (uint64_t)(layer->dtype == PKV_F16 ? f16_from_f32(x) : bf16_from_f32(x))
+                                << 48;
+    }
+    return {(unsigned)low, (unsigned)(low >> 32), (unsigned)high, (unsigned)(high >> 32)};
+}
+
+/* 8 N elements of a lane's row, which is row_of_lane() or NULL. */
+template <unsigned N>
+__device__ static inline void load_row(const struct layer_view *layer, const struct problem *p,
+                                       const pkv_input *input, const uint16_t *row, unsigned first,
+                                       uint4 pieces[N])
+{
+    if (row) {
+        UNROLL
+        for (unsigned n = 0; n < N; n++)
+            pieces[n] = load_16(row + first + 8 * n);
+    } else {
+        UNROLL
+        for (unsigned n = 0; n < N; n++)
+            pieces[n] = page_piece(layer, p, input, threadIdx.x % 32, first + 8 * n);
+    }
+}
+
+/* What X is multiplied by, one after the other. */
+struct scale {
+    float down, more;
+};
+
+__device__ static inline struct scale scale_of(int exponent)
+{
+    return {solver_scale_down(exponent), solver_scale_down_more(exponent)};
 }
 
 /* Sum over j < n of a[j] b[j] in four chains, by each lane. */
@@ -801,6 +922,21 @@ __device__ static float dot_of_warp(unsigned n, const float *a, const float *b)
     return sum;
 }
 
+/* The largest of eight magnitudes, as they are stored, and `most`. */
+__device__ static inline unsigned most_of(uint4 piece, unsigned most)
+{
+    const unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+
+    UNROLL
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned low = words[i] & 0x7fff, high = words[i] >> 16 & 0x7fff;
+
+        most = low > most ? low : most;
+        most = high > most ? high : most;
+    }
+    return most;
+}
+
 /* Lower triangle of G = X X^T; a lane has 4 rows and 8 columns of G. Returns X's exponent. */
 __device__ static int gram_of_warp(const struct layer_view *layer, const struct problem *p,
                                    const pkv_input *input, float *stage, float *gram)
@@ -808,23 +944,26 @@ __device__ static int gram_of_warp(const struct layer_view *layer, const struct 
     const unsigned lane = threadIdx.x % 32;
     const unsigned row = lane / 4 * 4, column = lane % 4 * 8;
     float sums[4][8] = {};
+    const uint16_t *mine = row_of_lane(layer, p, input);
+    uint4 pieces[STAGE / 8];
     unsigned most = 0;
+    struct scale scale;
     int exponent;
 
-    for (unsigned n = lane; n < LENGTH * p->d; n += 32) {
-        const unsigned bits =
-            f32_bits(page_element(layer, p, input, n / p->d, n % p->d)) & 0x7fffffffu;
-
-        most = bits > most ? bits : most;
-    }
-    exponent = solver_exponent(f32_from_bits(__reduce_max_sync(0xffffffffu, most)));
     for (unsigned first = 0; first < p->d; first += STAGE) {
-        __syncwarp();
-        for (unsigned t = 0; t < LENGTH; t++)
-            stage[lane * STAGE_STRIDE + t] =
-                scaled(page_element(layer, p, input, t, first + lane), exponent);
-        __syncwarp();
-        for (unsigned k = 0; k < STAGE; k++) {
+        load_row<STAGE / 8>(layer, p, input, mine, first, pieces);
+        UNROLL
+        for (unsigned n = 0; n < STAGE / 8; n++)
+            most = most_of(pieces[n], most);
+    }
+    most = __reduce_max_sync(0xffffffffu, most);
+    exponent = solver_exponent(load_element(layer->dtype, &most, 0));
+    scale = scale_of(exponent);
+    /* The next columns are on their way while these are worked on. */
+    for (unsigned first = 0; first <= p->d; first += STAGE) {
+        if (first < p->d)
+            load_row<STAGE / 8>(layer, p, input, mine, first, pieces);
+        for (unsigned k = 0; k < STAGE && first > 0; k++) {
             const float *x = stage + k * STAGE_STRIDE;
 
             UNROLL
@@ -834,6 +973,17 @@ __device__ static int gram_of_warp(const struct layer_view *layer, const struct 
                     sums[i][j] = __fmaf_rn(x[row + i], x[column + j], sums[i][j]);
             }
         }
+        __syncwarp();
+        UNROLL
+        for (unsigned n = 0; n < STAGE / 8 && first < p->d; n++) {
+            float x[8];
+
+            unpack(layer->dtype, pieces[n], x);
+            UNROLL
+            for (unsigned i = 0; i < 8; i++)
+                stage[(8 * n + i) * STAGE_STRIDE + lane] = x[i] * scale.down * scale.more;
+        }
+        __syncwarp();
     }
     UNROLL
     for (unsigned i = 0; i < 4; i++) {
@@ -941,28 +1091,35 @@ __global__ static void __launch_bounds__(QL_THREADS, 2)
         atomicAdd(&report->capped_pages, 1ull);
 }
 
-/* What a block of one warp has in shared memory, in floats: of K's problem, then of V's. */
+/* What a block of one warp has in shared memory, in floats, of K's problem and then of V's: first
+ * what columns of L are made of, then X and R. */
 struct factor_places {
-    unsigned columns; /* [32][32 lanes], then L [2][32 * 16] */
-    unsigned x;       /* [2][32][X_COLUMNS] */
-    unsigned values;  /* [2][32], eigenvalues */
-    unsigned order;   /* [2][32] */
-    unsigned norm;    /* [2][16] */
-    unsigned right;   /* [2][16 * d] */
+    unsigned columns;   /* [32][32 lanes]; then X, then L */
+    unsigned gram;      /* [2][GRAM_FLOATS]: reflections */
+    unsigned inverse;   /* [2][32] of them */
+    unsigned rotations; /* [2][2][16] pairs: what a half of the warp works on, and then what next */
+    unsigned rows;      /* [2][SWEEPS] */
+    unsigned values;    /* [2][32], eigenvalues */
+    unsigned order;     /* [2][32] */
+    unsigned right;     /* [2][16 * RIGHT_STRIDE], where these were */
     unsigned floats;
 };
 
 EVERYWHERE struct factor_places factor_places_of(unsigned d)
 {
     struct factor_places places;
+    unsigned end;
 
     places.columns = 0;
-    places.x = places.columns + LENGTH * 32;
-    places.values = places.x + 2 * LENGTH * X_COLUMNS;
+    places.right = places.gram = places.columns + 2 * X_FLOATS;
+    places.inverse = places.gram + 2 * GRAM_FLOATS;
+    places.rotations = places.inverse + 2 * LENGTH;
+    places.rows = places.rotations + 2 * 2 * ROTATIONS_FLOATS;
+    places.values = places.rows + 2 * SWEEPS;
     places.order = places.values + 2 * LENGTH;
-    places.norm = places.order + 2 * LENGTH;
-    places.right = places.norm + 2 * MOST_RANK;
-    places.floats = places.right + 2 * MOST_RANK * d;
+    end = places.order + 2 * LENGTH;
+    places.floats = places.right + 2 * MOST_RANK * RIGHT_STRIDE(d);
+    places.floats = places.floats > end ? places.floats : end;
     return places;
 }
 
@@ -984,46 +1141,74 @@ __device__ static void sort_of_warp(const float *values, uint32_t *order)
     }
 }
 
-/* The lane's column of L, `stride` apart, before it has its length. */
-__device__ static void make_column_of_lane(const struct batch *batch, size_t at, float *column)
+/* c and s of one of the rotations that come after `done`, of which there are `logged`: a lane of
+ * each half of the warp has its own. */
+__device__ static inline uint2 fetch_rotation(const struct batch *batch, size_t at, unsigned logged,
+                                              unsigned done)
 {
-    const unsigned stride = 32;
-    const float *v = batch->gram + at * GRAM_FLOATS;
+    const unsigned n = done + threadIdx.x % 16;
+
+    return n < logged ? load_8(batch->log + 2 * ((logged - 1 - n) * batch->n + at)) : uint2{0, 0};
+}
+
+/* The log backwards on the lane's column, whose elements lie 32 apart; `rows` of its sweeps. */
+__device__ static void rotate_column(const struct batch *batch, size_t at, const uint32_t *rows,
+                                     float *rotations, float *column)
+{
+    const unsigned logged = batch->logged[at];
+    const unsigned most = __reduce_max_sync(0xffffffffu, logged);
     unsigned t = batch->sweeps[at];
-    unsigned logged = batch->logged[at];
     unsigned i = 0, end = 0;
+    float upper = column[0];
+    uint2 next = fetch_rotation(batch, at, logged, 0);
 
-    while (logged > 0) {
-        const float *log;
-        float upper, next;
+    for (unsigned done = 0; done < most; done += 16) {
+        float *these = rotations + (done / 16 % 2 * 2 + threadIdx.x / 16) * ROTATIONS_FLOATS;
 
-        if (i == end) {
-            const uint32_t rows = batch->rows[--t * batch->n + at];
+        *(uint2 *)(void *)(these + 2 * (threadIdx.x % 16)) = next;
+        __syncwarp();
+        next = fetch_rotation(batch, at, logged, done + 16);
+        for (unsigned n = 0; n < 16 && done + n < logged; n++) {
+            const uint2 pair = *(const uint2 *)(const void *)(these + 2 * n);
+            const float c = f32_from_bits(pair.x), s = f32_from_bits(pair.y);
+            float lower;
 
-            i = rows >> 16;
-            end = rows & 0xffff;
+            if (i == end) {
+                column[end * 32] = upper;
+                t--;
+                i = rows[t] >> 16;
+                end = rows[t] & 0xffff;
+                upper = column[i * 32];
+            }
+            lower = column[(i + 1) * 32];
+            column[i * 32] = __fmaf_rn(c, upper, s * lower);
+            upper = __fmaf_rn(-s, upper, c * lower);
+            i++;
         }
-        log = batch->log + 2 * (--logged * batch->n + at);
-        upper = column[i * stride];
-        next = column[(i + 1) * stride];
-        column[i * stride] = __fmaf_rn(log[0], upper, log[1] * next);
-        column[(i + 1) * stride] = __fmaf_rn(-log[1], upper, log[0] * next);
-        i++;
     }
+    column[end * 32] = upper;
+}
+
+/* The reflections on a column. */
+__device__ static void reflect_column(const float *gram, const float *inverse, float left[LENGTH])
+{
+    UNROLL
     for (unsigned k = 1; k < LENGTH; k++) {
+        const float *v = gram + triangle(k);
         float w = 0.0f;
 
-        v += k; /* row k of the triangle */
+        UNROLL
         for (unsigned j = 0; j < k; j++)
-            w = __fmaf_rn(v[j], column[j * stride], w);
-        w = -(w * batch->inverse[k * batch->n + at]);
+            w = __fmaf_rn(v[j], left[j], w);
+        w = -(w * inverse[k]);
+        UNROLL
         for (unsigned j = 0; j < k; j++)
-            column[j * stride] = __fmaf_rn(v[j], w, column[j * stride]);
+            left[j] = __fmaf_rn(v[j], w, left[j]);
     }
 }
 
 /* Of length 1, its entry of largest magnitude positive. */
-__device__ static void finish_column(const float *column, float left[LENGTH])
+__device__ static void finish_column(float left[LENGTH])
 {
     float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float most = 0.0f;
@@ -1031,7 +1216,6 @@ __device__ static void finish_column(const float *column, float left[LENGTH])
 
     UNROLL
     for (unsigned i = 0; i < LENGTH; i++) {
-        left[i] = column[i * 32];
         s[i % 4] = __fmaf_rn(left[i], left[i], s[i % 4]);
         most = fabsf(most) < fabsf(left[i]) ? left[i] : most;
     }
@@ -1040,6 +1224,52 @@ __device__ static void finish_column(const float *column, float left[LENGTH])
     UNROLL
     for (unsigned i = 0; i < LENGTH; i++)
         left[i] = left[i] * factor + 0.0f;
+}
+
+/* Eight elements of X, scaled, to shared memory. */
+__device__ static inline void put_scaled(pkv_dtype dtype, uint4 piece, struct scale scale,
+                                         float *to)
+{
+    float x[8];
+
+    unpack(dtype, piece, x);
+    UNROLL
+    for (unsigned i = 0; i < 8; i++)
+        x[i] = x[i] * scale.down * scale.more;
+    UNROLL
+    for (unsigned i = 0; i < 8; i += 4)
+        *(uint4 *)(void *)(to + i) = {f32_bits(x[i]), f32_bits(x[i + 1]), f32_bits(x[i + 2]),
+                                      f32_bits(x[i + 3])};
+}
+
+/* Four elements of the lane's row of R: sums over the rows of X. */
+__device__ static inline void project_four(const float *x, const float left[LENGTH], float sums[4])
+{
+    UNROLL
+    for (unsigned t = 0; t < LENGTH; t++) {
+        const uint4 four = shared_16(x + t * X_STRIDE);
+
+        sums[0] = __fmaf_rn(f32_from_bits(four.x), left[t], sums[0]);
+        sums[1] = __fmaf_rn(f32_from_bits(four.y), left[t], sums[1]);
+        sums[2] = __fmaf_rn(f32_from_bits(four.z), left[t], sums[2]);
+        sums[3] = __fmaf_rn(f32_from_bits(four.w), left[t], sums[3]);
+    }
+}
+
+/* balance() by a lane of its column of L and row of R. */
+__device__ static void balance_column(unsigned d, float left[LENGTH], float *right)
+{
+    double squares = 0.0;
+    float root;
+
+    for (unsigned i = 0; i < d; i++)
+        squares += (double)right[i] * (double)right[i];
+    root = int4_root(squares);
+    UNROLL
+    for (unsigned i = 0; i < LENGTH; i++)
+        left[i] *= root;
+    for (unsigned i = 0; i < d; i++)
+        right[i] = int4_balance_right(right[i], root);
 }
 
 /* A warp, which is a block, for K and V of a page and head. */
@@ -1054,52 +1284,75 @@ __global__ static void __launch_bounds__(32)
     const unsigned h = lane / 16, c = lane % 16;
     const size_t pair = 2 * (size_t)blockIdx.x;
     const unsigned rank = h == 0 ? layer.rank_k : layer.rank_v;
+    const unsigned right_stride = RIGHT_STRIDE(layer.d);
+    float *inverse = shared + places.inverse;
+    float *values = shared + places.values;
     uint32_t *order = (uint32_t *)(void *)(shared + places.order);
+    uint32_t *rows = (uint32_t *)(void *)(shared + places.rows) + h * SWEEPS;
     float *column = shared + places.columns + lane;
-    float *right = shared + places.right + h * MOST_RANK * layer.d;
+    float *x = shared + places.columns;
+    float *right = shared + places.right + (h * MOST_RANK + c) * right_stride;
     float left[LENGTH], s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    struct problem p[2];
+    const uint16_t *row[2];
     float norm, largest, up;
 
     if (!is_there(&layer, plan, &batch, pair))
         return;
-    up = solver_scale_up(batch.exponent[pair + h]);
-    for (unsigned n = 0; n < 2; n++)
-        shared[places.values + n * LENGTH + lane] = batch.diagonal[lane * batch.n + pair + n];
+    for (unsigned i = lane; i < 2 * GRAM_FLOATS / 4; i += 32)
+        copy_16(shared + places.gram + 4 * i, batch.gram + pair * GRAM_FLOATS + 4 * i, true);
+    for (unsigned n = 0; n < 2; n++) {
+        inverse[n * LENGTH + lane] = batch.inverse[lane * batch.n + pair + n];
+        values[n * LENGTH + lane] = batch.diagonal[lane * batch.n + pair + n];
+    }
+    for (unsigned i = c; i < batch.sweeps[pair + h]; i += 16)
+        rows[i] = batch.rows[i * batch.n + pair + h];
     __syncthreads();
-    sort_of_warp(shared + places.values, order);
+    sort_of_warp(values, order);
     __syncthreads();
     for (unsigned i = 0; i < LENGTH; i++)
         column[i * 32] = order[h * LENGTH + i] == c ? SOLVER_UNIT : 0.0f;
-    make_column_of_lane(&batch, pair + h, column);
-    finish_column(column, left);
-    __syncthreads();
+    rotate_column(&batch, pair + h, rows, shared + places.rotations, column);
     UNROLL
     for (unsigned i = 0; i < LENGTH; i++)
-        if (c < rank)
-            shared[places.columns + h * LENGTH * MOST_RANK + i * rank + c] = left[i];
-    for (unsigned first = 0; first < layer.d; first += X_COLUMNS) {
-        __syncthreads();
-        for (unsigned n = 0; n < 2; n++) {
-            const struct problem p = warp_problem(&layer, plan, batch.first + pair + n);
-            const pkv_input input = p.is_key ? k : v;
-            const int e = batch.exponent[pair + n];
+        left[i] = column[i * 32];
+    wait_for_copies();
+    __syncthreads();
+    reflect_column(shared + places.gram + h * GRAM_FLOATS, inverse + h * LENGTH, left);
+    finish_column(left);
+    UNROLL
+    for (unsigned n = 0; n < 2; n++) {
+        p[n] = warp_problem(&layer, plan, batch.first + pair + n);
+        row[n] = row_of_lane(&layer, &p[n], n == 0 ? &k : &v);
+    }
+    /* The next columns of X are on their way while these are worked on. */
+    for (unsigned first = 0; first <= layer.d; first += X_COLUMNS) {
+        uint4 pieces[2][X_COLUMNS / 8];
 
-            for (unsigned i = lane; i < LENGTH * X_COLUMNS; i += 32)
-                shared[places.x + n * LENGTH * X_COLUMNS + i] = scaled(
-                    page_element(&layer, &p, &input, i / X_COLUMNS, first + i % X_COLUMNS), e);
+        UNROLL
+        for (unsigned n = 0; n < 2 && first < layer.d; n++)
+            load_row<X_COLUMNS / 8>(&layer, &p[n], n == 0 ? &k : &v, row[n], first, pieces[n]);
+        for (unsigned i = 0; i < X_COLUMNS && first > 0; i += 4) {
+            float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+
+            project_four(x + h * X_FLOATS + i, left, sums);
+            UNROLL
+            for (unsigned n = 0; n < 4; n++) {
+                s[n] = __fmaf_rn(sums[n], sums[n], s[n]);
+                right[first - X_COLUMNS + i + n] = sums[n];
+            }
         }
         __syncthreads();
         UNROLL
-        for (unsigned i = 0; i < X_COLUMNS; i++) {
-            const float *x = shared + places.x + h * LENGTH * X_COLUMNS + i;
-            float sum = 0.0f;
+        for (unsigned n = 0; n < 2 && first < layer.d; n++) {
+            const struct scale scale = scale_of(batch.exponent[pair + n]);
 
             UNROLL
-            for (unsigned t = 0; t < LENGTH; t++)
-                sum = __fmaf_rn(x[t * X_COLUMNS], left[t], sum);
-            s[i % 4] = __fmaf_rn(sum, sum, s[i % 4]);
-            right[c * layer.d + first + i] = sum;
+            for (unsigned i = 0; i < X_COLUMNS / 8; i++)
+                put_scaled(layer.dtype, pieces[n][i], scale,
+                           x + n * X_FLOATS + lane * X_STRIDE + 8 * i);
         }
+        __syncthreads();
     }
     norm = (s[0] + s[1]) + (s[2] + s[3]);
     largest = c < rank && norm > 0.0f ? norm : 0.0f;
@@ -1108,17 +1361,21 @@ __global__ static void __launch_bounds__(32)
 
         largest = other > largest ? other : largest;
     }
+    up = solver_scale_up(batch.exponent[pair + h]);
     for (unsigned i = 0; i < layer.d; i++)
-        right[c * layer.d + i] =
-            norm <= SOLVER_NOISE * largest ? 0.0f : right[c * layer.d + i] * up + 0.0f;
+        right[i] = norm <= SOLVER_NOISE * largest ? 0.0f : right[i] * up + 0.0f;
+    if (layer.parts[2 * h].coded)
+        balance_column(layer.d, left, right);
+    UNROLL
+    for (unsigned i = 0; i < LENGTH; i++)
+        if (c < rank)
+            shared[places.columns + h * LEFT_FLOATS + i * LEFT_STRIDE + c] = left[i];
     __syncthreads();
+    UNROLL
     for (unsigned n = 0; n < 2; n++) {
-        struct problem p = warp_problem(&layer, plan, batch.first + pair + n);
-
-        p.left = shared + places.columns + n * LENGTH * MOST_RANK;
-        p.right = shared + places.right + n * MOST_RANK * layer.d;
-        p.norm = shared + places.norm + n * MOST_RANK;
-        if (!put_factors(&layer, &p))
+        p[n].left = shared + places.columns + n * LEFT_FLOATS;
+        p[n].right = shared + places.right + n * MOST_RANK * right_stride;
+        if (!put_parts(&layer, &p[n], LEFT_STRIDE, right_stride))
             report_fault(faults, batch.first + pair + n, FAULT_FACTORS);
     }
 }

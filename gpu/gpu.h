@@ -277,6 +277,28 @@ __device__ static inline float input_element(const pkv_input *input, size_t row,
                         row * input->token_stride + head * input->head_stride + i);
 }
 
+/* Whether wherever a multiple of eight elements of a head begins 16 bytes can be loaded at once. */
+EVERYWHERE bool input_aligned(const pkv_input *input)
+{
+    const size_t mask = input->dtype == PKV_F32 ? 3 : 7;
+
+    return (uintptr_t)input->data % 16 == 0 && (input->token_stride & mask) == 0 &&
+           (input->head_stride & mask) == 0;
+}
+
+/* The eight elements of 16 bits in 16 bytes. */
+__device__ static inline void unpack(pkv_dtype dtype, uint4 piece, float x[8])
+{
+    const unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+
+    UNROLL
+    for (unsigned i = 0; i < 4; i++) {
+        x[2 * i] = dtype == PKV_F16 ? low_f16(words[i]) : f32_from_bits(words[i] << 16);
+        x[2 * i + 1] =
+            dtype == PKV_F16 ? high_f16(words[i]) : f32_from_bits(words[i] & 0xffff0000u);
+    }
+}
+
 /* ---- Pages ---- */
 
 __device__ static inline unsigned char *dense_page(const struct layer_view *layer, uint32_t slot,

@@ -97,14 +97,36 @@ EVERYWHERE unsigned part_rank(const struct part_place *part)
     return part->is_left ? part->columns : part->rows;
 }
 
+/* Its tiles, one after the other along what is not the rank. */
+EVERYWHERE unsigned part_tiles(const struct part_place *part)
+{
+    return (part->is_left ? part->rows : part->columns) / TILE;
+}
+
 /* Elements that a part has room for. */
 EVERYWHERE size_t part_room(const struct part_place *part)
 {
-    const unsigned along = part->is_left ? part->rows : part->columns;
-
     if (!part->fragments)
         return (size_t)part->rows * part->columns;
-    return (size_t)along / TILE * chunk_group(part_rank(part), part_rank_is_row(part), 1);
+    return (size_t)part_tiles(part) * chunk_group(part_rank(part), part_rank_is_row(part), 1);
+}
+
+/* A lane's chunks of a part. */
+EVERYWHERE struct chunk_place part_chunks(const struct part_place *part, unsigned lane)
+{
+    return chunk_place_of(part_rank(part), part_rank_is_row(part),
+                          chunk_tiles(part->coded, part_tiles(part)), lane / 4, lane % 4);
+}
+
+/* Where half `h` of such a chunk has its elements of a tile; with codes the word of these and of
+ * the next tile's, where this one's number is even. */
+EVERYWHERE size_t half_index(const struct part_place *part, struct chunk_place chunks,
+                             unsigned tile, unsigned h)
+{
+    const unsigned tiles = chunk_tiles(part->coded, part_tiles(part));
+    const size_t group = chunk_group(part_rank(part), part_rank_is_row(part), tiles);
+
+    return tile / tiles * group + chunks.at + 4 * tiles * h + tile % tiles / 2 * 8;
 }
 
 /* Where element [row, column] of a part lies in it. */
@@ -113,67 +135,27 @@ EVERYWHERE size_t part_index(const struct part_place *part, unsigned row, unsign
     const bool rank_is_row = part_rank_is_row(part);
     const unsigned m = part->is_key ? row : column;
     const unsigned k = part->is_key ? column : row;
-    const unsigned tile = rank_is_row ? k / TILE : m / TILE;
-    const unsigned h = rank_is_row ? m % 16 / 8 : k % 16 / 8; /* half of the chunk */
-    const unsigned j = rank_is_row ? k % 16 / 8 : m % 16 / 8;
-    unsigned tiles;
-    struct chunk_place place;
+    const unsigned tile = (rank_is_row ? k : m) / TILE;
+    const unsigned h = (rank_is_row ? m : k) % 16 / 8;
+    const unsigned j = (rank_is_row ? k : m) % 16 / 8;
     size_t at;
 
     if (!part->fragments)
         return (size_t)row * part->columns + column;
-    tiles = chunk_tiles(part->coded, (part->is_left ? part->rows : part->columns) / TILE);
-    place = chunk_place_of(part_rank(part), rank_is_row, tiles, m % 8, k % 8 / 2);
-    at = (size_t)(tile / tiles) * chunk_group(part_rank(part), rank_is_row, tiles) + place.at;
-    if (!part->coded)
-        return at + 4 * h + 2 * j + k % 2;
-    return at + 4 * tiles * h + tile % tiles / 2 * 8 + k % 2 * 4 + tile % 2 * 2 + j;
+    at = half_index(part, part_chunks(part, m % 8 * 4 + k % 8 / 2), tile, h);
+    return at + (part->coded ? k % 2 * 4 + tile % 2 * 2 + j : 2 * j + k % 2);
 }
 
-/* The inverse. False where nothing lies, which is to be 0. */
-EVERYWHERE bool part_element_at(const struct part_place *part, size_t i, unsigned *row,
-                                unsigned *column)
+/* The inverse, for element `number` of the four that a half of a lane's chunk has of a tile. False
+ * where nothing lies, which is to be 0. */
+EVERYWHERE bool part_element_of(const struct part_place *part, unsigned lane, unsigned tile,
+                                unsigned h, unsigned number, unsigned *row, unsigned *column)
 {
     const bool rank_is_row = part_rank_is_row(part);
-    const unsigned rank = part_rank(part);
-    const struct chunk_lanes lanes = chunk_lanes_of(rank, rank_is_row);
-    unsigned tiles, group, rest, full, chunk, number, g, t, h, j, x, tile, m, k;
+    const unsigned j = number / 2;
+    const unsigned m = lane / 4 + (rank_is_row ? 8 * h : TILE * tile + 8 * j);
+    const unsigned k = lane % 4 * 2 + number % 2 + (rank_is_row ? TILE * tile + 8 * j : 8 * h);
 
-    if (!part->fragments) {
-        *row = (unsigned)(i / part->columns);
-        *column = (unsigned)(i % part->columns);
-        return true;
-    }
-    tiles = chunk_tiles(part->coded, (part->is_left ? part->rows : part->columns) / TILE);
-    group = chunk_group(rank, rank_is_row, tiles);
-    rest = (unsigned)(i % group);
-    full = 8 * tiles * (rank_is_row ? 4 : 8) * lanes.full;
-    chunk = rest < full ? 8 * tiles : 4 * tiles;
-    number = (rest < full ? rest : rest - full) / chunk;
-    rest = (rest < full ? rest : rest - full) % chunk;
-    if (rank_is_row) {
-        g = number / 4 + (chunk == 8 * tiles ? 0 : lanes.full);
-        t = number % 4;
-    } else {
-        const unsigned of_g = chunk == 8 * tiles ? lanes.full : lanes.some - lanes.full;
-
-        g = number / of_g;
-        t = number % of_g + (chunk == 8 * tiles ? 0 : lanes.full);
-    }
-    h = rest / (4 * tiles);
-    rest %= 4 * tiles;
-    if (part->coded) {
-        tile = rest / 8 * 2 + rest % 4 / 2;
-        x = rest % 8 / 4;
-        j = rest % 2;
-    } else {
-        tile = 0;
-        x = rest % 2;
-        j = rest / 2;
-    }
-    tile += (unsigned)(i / group) * tiles;
-    m = g + 8 * (rank_is_row ? h : j) + (rank_is_row ? 0 : TILE * tile);
-    k = 2 * t + x + 8 * (rank_is_row ? j : h) + (rank_is_row ? TILE * tile : 0);
     *row = part->is_key ? m : k;
     *column = part->is_key ? k : m;
     return *row < part->rows && *column < part->columns;

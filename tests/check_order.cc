@@ -24,37 +24,36 @@ static struct part_place make_part(bool is_key, bool is_left, unsigned d, unsign
     return part;
 }
 
-/* Every element has a place of its own, and that place is the element's. What is left over is at
- * most one column of an odd rank. */
+/* Every element has a place of its own, which is where the lane that holds it finds it. What is
+ * left over is at most one column of an odd rank. */
 static void check_part(const struct part_place *part)
 {
     const size_t n = (size_t)part->rows * part->columns;
     const size_t room = part_room(part);
-    size_t unused = 0;
+    size_t found = 0, unused = 0;
     static bool seen[ROOM_MAX];
 
     memset(seen, 0, sizeof seen);
     ck_assert_uint_le(room, ROOM_MAX);
-    for (unsigned row = 0; row < part->rows; row++) {
-        for (unsigned column = 0; column < part->columns; column++) {
-            const size_t at = part_index(part, row, column);
-            unsigned row_there = ~0u, column_there = ~0u;
-
-            if (at >= room || seen[at] || !part_element_at(part, at, &row_there, &column_there) ||
-                row_there != row || column_there != column)
-                ck_abort_msg("[%u, %u] of [%u, %u], %d%d%d: at %zu of %zu, where [%u, %u] is", row,
-                             column, part->rows, part->columns, part->is_key, part->is_left,
-                             part->coded, at, room, row_there, column_there);
-            seen[at] = true;
-        }
-    }
-    for (size_t i = 0; i < room; i++) {
+    for (unsigned i = 0; i < part_tiles(part) * 32 * 8; i++) {
+        const unsigned tile = i / 256, lane = i / 8 % 32, h = i / 4 % 2, number = i % 4;
+        const struct chunk_place chunks = part_chunks(part, lane);
+        const size_t at = half_index(part, chunks, tile, h) +
+                          (part->coded ? number % 2 * 4 + tile % 2 * 2 + number / 2 : number);
         unsigned row, column;
+        bool there;
 
-        if (!seen[i] && part_element_at(part, i, &row, &column))
-            ck_abort_msg("%zu is [%u, %u]", i, row, column);
-        unused += !seen[i];
+        if (h >= chunks.halves)
+            continue;
+        there = part_element_of(part, lane, tile, h, number, &row, &column);
+        if (at >= room || seen[at] || (there && part_index(part, row, column) != at))
+            ck_abort_msg("[%u, %u] of [%u, %u], %d%d%d: at %zu of %zu", row, column, part->rows,
+                         part->columns, part->is_key, part->is_left, part->coded, at, room);
+        seen[at] = true;
+        found += there;
+        unused += !there;
     }
+    ck_assert_uint_eq(found, n);
     ck_assert_uint_eq(unused, room - n);
     if (part_rank_is_row(part) || part_rank(part) % 2 == 0)
         ck_assert_uint_eq(unused, 0);
