@@ -786,7 +786,7 @@ __global__ static void take_eigenvectors(struct layer_view layer, struct launch_
 #define STAGE_STRIDE (LENGTH + 4) /* of X^T there, STAGE elements of rows at once */
 #define STAGE        32
 #define GRAM_FLOATS  (LENGTH * (LENGTH + 1) / 2)
-#define QL_THREADS   128
+#define QL_THREADS   32                          /* few, so that all multiprocessors have blocks */
 #define X_COLUMNS    16                          /* of X at once, for R */
 #define SWEEPS       (18 + 2 * (LENGTH - 1) + 1) /* solver_sweep_cap(LENGTH - 1) + 1 */
 
@@ -1059,7 +1059,7 @@ __global__ static void __launch_bounds__(32 * WARPS)
 }
 
 /* A thread a problem. */
-__global__ static void __launch_bounds__(QL_THREADS, 2)
+__global__ static void __launch_bounds__(QL_THREADS)
     diagonalise_pages(struct layer_view layer, struct launch_plan launch, struct batch batch,
                       struct device_report *report)
 {
@@ -1511,7 +1511,8 @@ static size_t launch_problems(struct backend *backend, const struct layer_view *
     return n;
 }
 
-/* The same for pages of 32 tokens, always K and V of a page. */
+/* The same for pages of 32 tokens, always K and V of a page; no launch has much less to do than
+ * others. */
 static size_t launch_batch(struct backend *backend, const struct layer_view *view,
                            const pkv_step_io *io, size_t first, size_t n,
                            struct layer_faults *faults)
@@ -1519,10 +1520,12 @@ static size_t launch_batch(struct backend *backend, const struct layer_view *vie
     const struct launch_plan plan = gpu_plan(backend);
     const struct gpu_step *step = &backend->step;
     const size_t bytes = step->many_scratch ? step->many_scratch_bytes : backend->scratch_bytes;
-    const size_t room = bytes / (batch_floats(1) * sizeof(float));
+    const size_t room = bytes / (2 * batch_floats(1) * sizeof(float)); /* pairs */
+    const size_t pairs = n / 2;
+    const size_t launches = (pairs + room - 1) / room;
     struct batch batch;
 
-    n = min_size(n, room / 2 * 2);
+    n = (pairs + launches - 1) / launches * 2;
     batch = divide_batch(step->many_scratch ? step->many_scratch : backend->scratch, first, n);
     PKV_LAUNCH(tridiagonalise_pages, (unsigned)((n + WARPS - 1) / WARPS), 32 * WARPS,
                WARPS * (STAGE * STAGE_STRIDE + LENGTH * GRAM_STRIDE) * sizeof(float),
