@@ -424,28 +424,85 @@ __device__ static unsigned long long fault_number(const struct plan_view *plan, 
     return (((row - t) * heads + head) * 2 + !is_key) * FAULT_TOKENS + 2 * t + overflows;
 }
 
-/* One block a row and head. */
+/* In f32, the bits of the least magnitude that the storage type rounds to infinity. */
+__device__ static inline unsigned overflow_bits(pkv_dtype dtype)
+{
+    return dtype == PKV_F16 ? 0x477ff000u : dtype == PKV_BF16 ? 0x7f7f8000u : 0x7f800000u;
+}
+
+/* Eight elements that begin where input_aligned() tells of. */
+__device__ static void load_eight(const pkv_input *input, size_t at, float x[8])
+{
+    if (input->dtype == PKV_F32) {
+        UNROLL
+        for (unsigned i = 0; i < 8; i += 4) {
+            const uint4 four = load_16((const float *)input->data + at + i);
+
+            x[i] = f32_from_bits(four.x);
+            x[i + 1] = f32_from_bits(four.y);
+            x[i + 2] = f32_from_bits(four.z);
+            x[i + 3] = f32_from_bits(four.w);
+        }
+    } else {
+        unpack(input->dtype, load_16((const uint16_t *)input->data + at), x);
+    }
+}
+
+/* The bits of the largest magnitude of eight elements in f32. */
+__device__ static unsigned most_of(const pkv_input *input, bool aligned, size_t at)
+{
+    unsigned most = 0;
+
+    if (!aligned) {
+        for (unsigned i = 0; i < 8; i++) {
+            const unsigned bits =
+                f32_bits(load_element(input->dtype, input->data, at + i)) & 0x7fffffffu;
+
+            most = bits > most ? bits : most;
+        }
+    } else {
+        float x[8];
+
+        load_eight(input, at, x);
+        UNROLL
+        for (unsigned i = 0; i < 8; i++) {
+            const unsigned bits = f32_bits(x[i]) & 0x7fffffffu;
+
+            most = bits > most ? bits : most;
+        }
+    }
+    return most;
+}
+
+/* Rows of a block of check_rows(). */
+#define CHECK_ROWS 4
+
+/* A block some rows, a thread eight elements at once. */
 __global__ static void check_rows(struct layer_view layer, struct launch_plan launch, pkv_input k,
                                   pkv_input v, struct layer_faults *faults,
                                   struct device_report *report)
 {
     const struct plan_view *plan = plan_of(&launch);
-    const size_t n = plan ? plan->rows * layer.kv_heads : 0;
+    const size_t rows = plan ? plan->rows : 0;
+    const unsigned pieces = layer.d / 8;
+    const unsigned infinite = f32_bits(INFINITY);
+    const unsigned overflow = overflow_bits(layer.dtype);
 
     if (plan && blockIdx.x == 0 && threadIdx.x == 0)
         atomicAdd(&report->layers, 1ull);
 
-    for (size_t number = blockIdx.x; number < n; number += gridDim.x) {
-        const size_t row = number / layer.kv_heads;
-        const unsigned head = (unsigned)(number % layer.kv_heads);
+    for (size_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        for (unsigned n = threadIdx.x; n < 2 * layer.kv_heads * pieces; n += blockDim.x) {
+            const bool is_key = n < layer.kv_heads * pieces;
+            const pkv_input input = is_key ? k : v;
+            const unsigned head = n / pieces % layer.kv_heads;
+            const unsigned most =
+                most_of(&input, input_aligned(&input),
+                        row * input.token_stride + head * input.head_stride + n % pieces * 8);
 
-        for (unsigned i = threadIdx.x; i < 2 * layer.d; i += blockDim.x) {
-            const bool is_key = i < layer.d;
-            const float x = input_element(is_key ? &k : &v, row, head, is_key ? i : i - layer.d);
-
-            if (!is_finite(rounded_element(layer.dtype, x)))
+            if (most >= overflow)
                 atomicMin(&faults->value, fault_number(plan, layer.length, layer.kv_heads, row,
-                                                       head, is_key, is_finite(x)));
+                                                       head, is_key, most < infinite));
         }
     }
 }
@@ -527,8 +584,9 @@ pkv_status store_run(struct backend *backend, size_t layer, const pkv_step_io *i
     const struct plan_view *plan = &backend->step.view;
     const size_t n_dense = backend->step.capturing ? plan->n_items : plan->n_dense;
 
-    PKV_LAUNCH(check_rows, blocks_of(plan->rows * view.kv_heads), gpu_threads(2 * view.d), 0,
-               backend->stream, view, gpu_plan(backend), io->k, io->v, backend->faults + layer,
+    PKV_LAUNCH(check_rows, blocks_of((plan->rows + CHECK_ROWS - 1) / CHECK_ROWS),
+               gpu_threads(2 * view.kv_heads * view.d / 8), 0, backend->stream, view,
+               gpu_plan(backend), io->k, io->v, backend->faults + layer,
                gpu_report(backend, backend->faults));
     if (n_dense > 0)
         PKV_LAUNCH(append_rows, blocks_of(n_dense * view.kv_heads), BLOCK_THREADS, 0,
