@@ -448,7 +448,7 @@ __device__ static bool put_native(const struct layer_view *layer, const struct p
                                   const float *from, unsigned stride, unsigned char *page)
 {
     const unsigned lane = threadIdx.x % 32;
-    const struct chunk_place chunks = part_chunks(part, lane);
+    const struct chunk_place chunks = part_chunks(part, 1, lane);
     unsigned char *to = page + part->offset;
     bool good = true;
 
@@ -474,7 +474,7 @@ __device__ static bool put_native(const struct layer_view *layer, const struct p
             }
             good = pair_of(layer->dtype, x[0], x[1], &half.x) && good;
             good = pair_of(layer->dtype, x[2], x[3], &half.y) && good;
-            *(uint2 *)(void *)(to + 2 * half_index(part, chunks, tile, h)) = half;
+            *(uint2 *)(void *)(to + 2 * half_index(part, chunks, 1, tile, h)) = half;
         }
     }
     return good;
@@ -512,7 +512,8 @@ __device__ static bool put_codes(const struct part_place *part, const float *fro
                                  unsigned char *page)
 {
     const unsigned lane = threadIdx.x % 32;
-    const struct chunk_place chunks = part_chunks(part, lane);
+    const unsigned tiles = part_chunk_tiles(part);
+    const struct chunk_place chunks = part_chunks(part, tiles, lane);
     const unsigned n_scales = part->row_scales ? part->rows : part->columns;
     const unsigned n_along = part->row_scales ? part->columns : part->rows;
     const unsigned n_bytes = part->fragments ? 0 : part->rows * part->columns / 2;
@@ -553,7 +554,7 @@ __device__ static bool put_codes(const struct part_place *part, const float *fro
                                     &column))
                     word |= code_at(part, from, stride, scales, row, column) << 4 * n;
             }
-            *(unsigned *)(void *)(codes + half_index(part, chunks, tile, h) / 2) = word;
+            *(unsigned *)(void *)(codes + half_index(part, chunks, tiles, tile, h) / 2) = word;
         }
     }
     return good;
@@ -996,6 +997,15 @@ __device__ static int gram_of_warp(const struct layer_view *layer, const struct 
     return exponent;
 }
 
+/* The first n elements of a row of G less those of v w^T + w v^T; none of these is among them. */
+__device__ static inline void update_row(unsigned n, float v_row, float w_row,
+                                         const float *__restrict__ v, const float *__restrict__ w,
+                                         float *__restrict__ row)
+{
+    for (unsigned i = 0; i < n; i++)
+        row[i] = __fmaf_rn(-v_row, w[i], __fmaf_rn(-w_row, v[i], row[i]));
+}
+
 /* A warp a problem, a lane a row. */
 __global__ static void __launch_bounds__(32 * WARPS)
     tridiagonalise_pages(struct layer_view layer, struct launch_plan launch, pkv_input k,
@@ -1045,8 +1055,7 @@ __global__ static void __launch_bounds__(32 * WARPS)
         __syncwarp();
         product[lane] = a;
         __syncwarp();
-        for (unsigned n = 0; n <= lane && lane < i; n++)
-            mine[n] = __fmaf_rn(-x, product[n], __fmaf_rn(-a, row[n], mine[n]));
+        update_row(lane < i ? lane + 1 : 0, x, a, row, product, mine);
         __syncwarp();
     }
     if (lane == 0) {
@@ -1151,42 +1160,48 @@ __device__ static inline uint2 fetch_rotation(const struct batch *batch, size_t 
     return n < logged ? load_8(batch->log + 2 * ((logged - 1 - n) * batch->n + at)) : uint2{0, 0};
 }
 
-/* The log backwards on the lane's column, whose elements lie 32 apart; `rows` of its sweeps. */
+/* The log backwards on the lane's column, whose elements lie 32 apart; `rows` of its sweeps. What
+ * the next rotation takes is loaded before it is known whether that is of the same sweep: behind
+ * the column and the pairs there is memory. */
 __device__ static void rotate_column(const struct batch *batch, size_t at, const uint32_t *rows,
                                      float *rotations, float *column)
 {
     const unsigned logged = batch->logged[at];
     const unsigned most = __reduce_max_sync(0xffffffffu, logged);
-    unsigned t = batch->sweeps[at];
-    unsigned i = 0, end = 0;
-    float upper = column[0];
-    uint2 next = fetch_rotation(batch, at, logged, 0);
+    const uint32_t *sweep = rows + batch->sweeps[at];
+    float *row = column, *end = column;
+    float upper = column[0], lower = 0.0f;
+    uint2 mine = fetch_rotation(batch, at, logged, 0);
 
     for (unsigned done = 0; done < most; done += 16) {
         float *these = rotations + (done / 16 % 2 * 2 + threadIdx.x / 16) * ROTATIONS_FLOATS;
+        uint2 next;
 
-        *(uint2 *)(void *)(these + 2 * (threadIdx.x % 16)) = next;
+        *(uint2 *)(void *)(these + 2 * (threadIdx.x % 16)) = mine;
         __syncwarp();
-        next = fetch_rotation(batch, at, logged, done + 16);
+        mine = fetch_rotation(batch, at, logged, done + 16);
+        next = *(const uint2 *)(const void *)these;
         for (unsigned n = 0; n < 16 && done + n < logged; n++) {
-            const uint2 pair = *(const uint2 *)(const void *)(these + 2 * n);
-            const float c = f32_from_bits(pair.x), s = f32_from_bits(pair.y);
-            float lower;
+            const float c = f32_from_bits(next.x), s = f32_from_bits(next.y);
+            float further;
 
-            if (i == end) {
-                column[end * 32] = upper;
-                t--;
-                i = rows[t] >> 16;
-                end = rows[t] & 0xffff;
-                upper = column[i * 32];
+            next = *(const uint2 *)(const void *)(these + 2 * n + 2);
+            if (row == end) {
+                *end = upper;
+                sweep--;
+                row = column + (*sweep >> 16) * 32;
+                end = column + (*sweep & 0xffff) * 32;
+                upper = row[0];
+                lower = row[32];
             }
-            lower = column[(i + 1) * 32];
-            column[i * 32] = __fmaf_rn(c, upper, s * lower);
+            further = row[64];
+            row[0] = __fmaf_rn(c, upper, s * lower);
             upper = __fmaf_rn(-s, upper, c * lower);
-            i++;
+            lower = further;
+            row += 32;
         }
     }
-    column[end * 32] = upper;
+    *end = upper;
 }
 
 /* The reflections on a column. */
@@ -1323,6 +1338,7 @@ __global__ static void __launch_bounds__(32)
     UNROLL
     for (unsigned n = 0; n < 2; n++) {
         p[n] = warp_problem(&layer, plan, batch.first + pair + n);
+        p[n].is_key = n == 0; /* as the compiler does not know */
         row[n] = row_of_lane(&layer, &p[n], n == 0 ? &k : &v);
     }
     /* The next columns of X are on their way while these are worked on. */

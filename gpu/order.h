@@ -111,19 +111,24 @@ EVERYWHERE size_t part_room(const struct part_place *part)
     return (size_t)part_tiles(part) * chunk_group(part_rank(part), part_rank_is_row(part), 1);
 }
 
-/* A lane's chunks of a part. */
-EVERYWHERE struct chunk_place part_chunks(const struct part_place *part, unsigned lane)
+/* Tiles of one of its chunks. */
+EVERYWHERE unsigned part_chunk_tiles(const struct part_place *part)
 {
-    return chunk_place_of(part_rank(part), part_rank_is_row(part),
-                          chunk_tiles(part->coded, part_tiles(part)), lane / 4, lane % 4);
+    return chunk_tiles(part->coded, part_tiles(part));
+}
+
+/* A lane's chunks of a part, each of so many tiles. */
+EVERYWHERE struct chunk_place part_chunks(const struct part_place *part, unsigned tiles,
+                                          unsigned lane)
+{
+    return chunk_place_of(part_rank(part), part_rank_is_row(part), tiles, lane / 4, lane % 4);
 }
 
 /* Where half `h` of such a chunk has its elements of a tile; with codes the word of these and of
  * the next tile's, where this one's number is even. */
 EVERYWHERE size_t half_index(const struct part_place *part, struct chunk_place chunks,
-                             unsigned tile, unsigned h)
+                             unsigned tiles, unsigned tile, unsigned h)
 {
-    const unsigned tiles = chunk_tiles(part->coded, part_tiles(part));
     const size_t group = chunk_group(part_rank(part), part_rank_is_row(part), tiles);
 
     return tile / tiles * group + chunks.at + 4 * tiles * h + tile % tiles / 2 * 8;
@@ -138,11 +143,13 @@ EVERYWHERE size_t part_index(const struct part_place *part, unsigned row, unsign
     const unsigned tile = (rank_is_row ? k : m) / TILE;
     const unsigned h = (rank_is_row ? m : k) % 16 / 8;
     const unsigned j = (rank_is_row ? k : m) % 16 / 8;
+    unsigned tiles;
     size_t at;
 
     if (!part->fragments)
         return (size_t)row * part->columns + column;
-    at = half_index(part, part_chunks(part, m % 8 * 4 + k % 8 / 2), tile, h);
+    tiles = part_chunk_tiles(part);
+    at = half_index(part, part_chunks(part, tiles, m % 8 * 4 + k % 8 / 2), tiles, tile, h);
     return at + (part->coded ? k % 2 * 4 + tile % 2 * 2 + j : 2 * j + k % 2);
 }
 

@@ -37,8 +37,9 @@ static void check_part(const struct part_place *part)
     ck_assert_uint_le(room, ROOM_MAX);
     for (unsigned i = 0; i < part_tiles(part) * 32 * 8; i++) {
         const unsigned tile = i / 256, lane = i / 8 % 32, h = i / 4 % 2, number = i % 4;
-        const struct chunk_place chunks = part_chunks(part, lane);
-        const size_t at = half_index(part, chunks, tile, h) +
+        const unsigned tiles = part_chunk_tiles(part);
+        const struct chunk_place chunks = part_chunks(part, tiles, lane);
+        const size_t at = half_index(part, chunks, tiles, tile, h) +
                           (part->coded ? number % 2 * 4 + tile % 2 * 2 + number / 2 : number);
         unsigned row, column;
         bool there;
