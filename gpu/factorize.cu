@@ -274,31 +274,41 @@ __device__ static unsigned block_end(const struct tridiagonal *t, unsigned row, 
 }
 
 /* One sweep over rows l .. m, whose first rotation is number `logged`. Returns the row that the
- * next one may end at. */
+ * next one may end at. What a rotation takes is loaded before the one that comes first. */
 __device__ static unsigned sweep_rows(const struct tridiagonal *t, unsigned l, unsigned m,
                                       float tolerance, unsigned logged)
 {
     const size_t stride = t->stride;
-    float *d = t->diagonal;
-    float *e = t->off;
+    float *d = t->diagonal + m * stride; /* of row i + 1 */
+    float *e = t->off + m * stride;
+    float *log = t->log + 2 * logged * t->log_stride;
+    float d_next = *d, d_here = *(d - stride), e_here = *(e - stride);
     struct solver_sweep sweep;
     unsigned small = m;
 
-    solver_shift(d[l * stride], d[(l + 1) * stride], d[m * stride], e[l * stride], &sweep);
+    solver_shift(t->diagonal[l * stride], t->diagonal[(l + 1) * stride], d_next, t->off[l * stride],
+                 &sweep);
     for (unsigned i = m; i-- > l;) {
-        float *log = t->log + 2 * (logged + (m - 1 - i)) * t->log_stride;
+        const size_t below = i > l ? 2 * stride : stride;
+        const float d_below = *(d - below), e_below = *(e - below);
         float e_next;
 
-        solver_rotation(d[i * stride], &d[(i + 1) * stride], e[i * stride], &e_next, &sweep);
-        log[0] = sweep.c;
-        log[1] = sweep.s;
-        e[(i + 1) * stride] = e_next;
+        solver_rotation(d_here, &d_next, e_here, &e_next, &sweep);
+        *(uint2 *)(void *)log = {f32_bits(sweep.c), f32_bits(sweep.s)};
+        *d = d_next;
+        *e = e_next;
         if (i + 1 < m && !(tolerance < e_next))
             small = i + 1;
+        d_next = d_here;
+        d_here = d_below;
+        e_here = e_below;
+        d -= stride;
+        e -= stride;
+        log += 2 * t->log_stride;
     }
-    d[l * stride] -= sweep.p;
-    e[l * stride] = sweep.g;
-    e[m * stride] = 0.0f;
+    *d = d_next - sweep.p;
+    *e = sweep.g;
+    t->off[m * stride] = 0.0f;
     return small;
 }
 
