@@ -63,14 +63,14 @@ void gpu_release(struct backend *backend, size_t bytes, void *pointer)
     drop(backend, bytes);
 }
 
-pkv_status gpu_allocate_for_step(struct backend *backend, size_t bytes, const char *what,
-                                 void **pointer)
+pkv_status gpu_allocate_in_stream(struct backend *backend, size_t bytes, const char *what,
+                                  void **pointer)
 {
     return allocated(backend, cudaMallocAsync(pointer, bytes ? bytes : 1, backend->stream), bytes,
                      what, pointer);
 }
 
-void gpu_release_of_step(struct backend *backend, size_t bytes, void *pointer)
+void gpu_release_in_stream(struct backend *backend, size_t bytes, void *pointer)
 {
     if (!pointer)
         return;
@@ -341,7 +341,6 @@ static pkv_status refuse_capture(struct backend *backend)
 /* What is queued goes on. */
 static void forget_step(struct backend *backend)
 {
-    factorize_step_close(backend);
     count_scratch(backend, false);
     memset(&backend->step, 0, sizeof backend->step);
 }

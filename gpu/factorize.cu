@@ -1490,33 +1490,43 @@ void factorize_close(struct backend *backend)
             if (backend->events[i])
                 cudaEventDestroy(backend->events[i]);
     memory_release(backend->memory, backend->events);
+    gpu_release(backend, backend->many_scratch_bytes, backend->many_scratch);
     gpu_release(backend, backend->eigen_scratch_bytes, backend->eigen_scratch);
     cusolver_close(backend);
 }
 
+static void give_many_back(struct backend *backend)
+{
+    gpu_release_in_stream(backend, backend->many_scratch_bytes, backend->many_scratch);
+    backend->many_scratch = NULL;
+    backend->many_scratch_bytes = 0;
+}
+
+/* A prompt in pieces need not ask for each of them. */
 pkv_status factorize_step_begin(struct backend *backend)
 {
-    struct gpu_step *step = &backend->step;
-    const size_t bytes = scratch_bytes(
-        backend, true, step->view.n_factor * backend->geometry->kv_heads * 2, MANY_SCRATCH_BYTES);
+    const struct backend_plan *plan = &backend->step.plan;
+    const size_t bytes =
+        scratch_bytes(backend, true, backend->step.view.n_factor * backend->geometry->kv_heads * 2,
+                      MANY_SCRATCH_BYTES);
     bool batches = false;
     pkv_status status;
 
     for (size_t layer = 0; layer < backend->geometry->layers && !batches; layer++)
         batches = store_layer(backend, layer).fragments;
     if (backend->cusolver || !batches || bytes <= backend->scratch_bytes ||
-        step->plan.rows == step->plan.n_items)
+        plan->rows == plan->n_items) {
+        give_many_back(backend);
         return PKV_OK;
-    status = gpu_allocate_for_step(backend, bytes, "scratch to factorize in",
-                                   (void **)&step->many_scratch);
+    }
+    if (bytes <= backend->many_scratch_bytes)
+        return PKV_OK;
+    give_many_back(backend);
+    status = gpu_allocate_in_stream(backend, bytes, "scratch to factorize in",
+                                    (void **)&backend->many_scratch);
     if (status == PKV_OK)
-        step->many_scratch_bytes = bytes;
+        backend->many_scratch_bytes = bytes;
     return status;
-}
-
-void factorize_step_close(struct backend *backend)
-{
-    gpu_release_of_step(backend, backend->step.many_scratch_bytes, backend->step.many_scratch);
 }
 
 /* Problems `first` .. of a layer; as many as scratch has room for, and no more than `n`. Returns
@@ -1544,15 +1554,15 @@ static size_t launch_batch(struct backend *backend, const struct layer_view *vie
                            struct layer_faults *faults)
 {
     const struct launch_plan plan = gpu_plan(backend);
-    const struct gpu_step *step = &backend->step;
-    const size_t bytes = step->many_scratch ? step->many_scratch_bytes : backend->scratch_bytes;
+    const bool many = backend->many_scratch != NULL;
+    const size_t bytes = many ? backend->many_scratch_bytes : backend->scratch_bytes;
     const size_t room = bytes / (2 * batch_floats(1) * sizeof(float)); /* pairs */
     const size_t pairs = n / 2;
     const size_t launches = (pairs + room - 1) / room;
     struct batch batch;
 
     n = (pairs + launches - 1) / launches * 2;
-    batch = divide_batch(step->many_scratch ? step->many_scratch : backend->scratch, first, n);
+    batch = divide_batch(many ? backend->many_scratch : backend->scratch, first, n);
     PKV_LAUNCH(tridiagonalise_pages, (unsigned)((n + WARPS - 1) / WARPS), 32 * WARPS,
                WARPS * (STAGE * STAGE_STRIDE + LENGTH * GRAM_STRIDE) * sizeof(float),
                backend->stream, *view, plan, io->k, io->v, batch);

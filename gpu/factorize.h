@@ -9,10 +9,9 @@
 pkv_status factorize_open(struct backend *backend);
 void factorize_close(struct backend *backend);
 
-/* More scratch for a step that takes several tokens an item, where it has use for it; others do
- * with the backend's, and can be captured. */
+/* More scratch for a step that takes several tokens an item, where it has use for it, which stays
+ * until a step has none; others do with the backend's, and can be captured. */
 pkv_status factorize_step_begin(struct backend *backend);
-void factorize_step_close(struct backend *backend);
 
 /* Queues the factor jobs of a layer. */
 pkv_status factorize_run(struct backend *backend, size_t layer, const pkv_step_io *io);

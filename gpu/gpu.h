@@ -109,9 +109,7 @@ struct gpu_step {
     struct backend_plan plan;
     struct plan_view view;
     bool capturing;
-    bool factorized;     /* events were recorded */
-    float *many_scratch; /* NULL, or to factorize in what is too much for the backend's */
-    size_t many_scratch_bytes;
+    bool factorized; /* events were recorded */
 };
 
 /* What a step has in the host's memory, pinned, and what is left of it once it was submitted. */
@@ -155,6 +153,10 @@ struct backend {
      * launches know where it is. */
     float *scratch;
     size_t scratch_bytes;
+    /* To factorize in what is too much for that, as long as steps do: NULL while one is open that
+     * does not. */
+    float *many_scratch;
+    size_t many_scratch_bytes;
     struct cusolver *cusolver; /* NULL: another solver */
     float *eigen_scratch;      /* of its problems */
     size_t eigen_scratch_bytes;
@@ -179,10 +181,10 @@ static inline pkv_status gpu_check_launch(struct backend *backend, const char *w
 }
 
 /* Counted memory of the device and pinned memory of the host; `bytes` 0 counts as 1. On failure
- * NULL and the message. Memory of a step is there for what is queued between the two. */
-pkv_status gpu_allocate_for_step(struct backend *backend, size_t bytes, const char *what,
-                                 void **pointer);
-void gpu_release_of_step(struct backend *backend, size_t bytes, void *pointer);
+ * NULL and the message. Memory in the stream is there for what is queued between the two. */
+pkv_status gpu_allocate_in_stream(struct backend *backend, size_t bytes, const char *what,
+                                  void **pointer);
+void gpu_release_in_stream(struct backend *backend, size_t bytes, void *pointer);
 pkv_status gpu_allocate(struct backend *backend, size_t bytes, const char *what, void **pointer);
 void gpu_release(struct backend *backend, size_t bytes, void *pointer);
 pkv_status gpu_allocate_pinned(struct backend *backend, size_t bytes, void **pointer);
@@ -277,7 +279,7 @@ __device__ static inline float input_element(const pkv_input *input, size_t row,
                         row * input->token_stride + head * input->head_stride + i);
 }
 
-/* Whether wherever a multiple of eight elements of a head begins 16 bytes can be loaded at once. */
+/* Whether 16 bytes can be loaded at once from each eighth element of a head on. */
 EVERYWHERE bool input_aligned(const pkv_input *input)
 {
     const size_t mask = input->dtype == PKV_F32 ? 3 : 7;
