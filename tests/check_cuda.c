@@ -4,6 +4,7 @@
 #include "cache.h"
 #include "cuda_host/control.h"
 #include "cuda_host/operands.h"
+#include "numeric.h"
 
 #include "tests.h" /* after message.h: see there */
 
@@ -73,7 +74,8 @@ struct walk {
     pkv_cache *caches[BOTH];
     pkv_seq *sequences[BOTH][4];
     size_t n;
-    float *q, *k, *v, *out[BOTH]; /* of MOST_ROWS */
+    float *q, *k, *v, *out[BOTH];  /* of MOST_ROWS */
+    uint16_t *k_halves, *v_halves; /* one more: rows as they are stored */
 };
 
 enum { PLAIN_WALKS = 12, WALKS = PLAIN_WALKS + 9 };
@@ -133,6 +135,21 @@ static void compare_outputs(const struct walk *walk, size_t rows)
         require_msg(error <= 1e-2 * most, "outputs differ by %g of %g", error, most);
 }
 
+/* K or V of a layer: in f32 or, for an odd number of rows, as they are stored, every other time
+ * where they can be loaded 16 bytes at a time. */
+static pkv_input input_of_walk(const struct walk *walk, size_t rows, const float *x,
+                               uint16_t *halves)
+{
+    const pkv_dtype dtype = walk->config.dtype;
+
+    if (dtype == PKV_F32 || rows % 2 == 0)
+        return (pkv_input){x, PKV_F32, 0, 0};
+    halves += rows % 4 == 1;
+    for (size_t i = 0; i < rows * KV_HEADS * walk->config.head_dim; i++)
+        halves[i] = dtype == PKV_F16 ? f16_from_f32(x[i]) : bf16_from_f32(x[i]);
+    return (pkv_input){halves, dtype, 0, 0};
+}
+
 static void walk_step(struct walk *walk, bool aborted)
 {
     const size_t d = walk->config.head_dim;
@@ -164,8 +181,8 @@ static void walk_step(struct walk *walk, bool aborted)
         for (size_t j = 0; j < BOTH; j++) {
             pkv_step_io io = {.struct_size = sizeof io,
                               .q = {walk->q, PKV_F32, 0, 0},
-                              .k = {walk->k, PKV_F32, 0, 0},
-                              .v = {walk->v, PKV_F32, 0, 0},
+                              .k = input_of_walk(walk, rows, walk->k, walk->k_halves),
+                              .v = input_of_walk(walk, rows, walk->v, walk->v_halves),
                               .out = {walk->out[j], PKV_F32, 0, 0}};
 
             ck_assert_int_eq(tests_step_layer(steps[j], layer, &io), PKV_OK);
@@ -222,6 +239,8 @@ START_TEST(same_bits_on_a_walk)
     walk->q = tests_allocate(MOST_ROWS * config->query_heads * config->head_dim, sizeof *walk->q);
     walk->k = tests_allocate(MOST_ROWS * KV_HEADS * config->head_dim, sizeof *walk->k);
     walk->v = tests_allocate(MOST_ROWS * KV_HEADS * config->head_dim, sizeof *walk->v);
+    walk->k_halves = tests_allocate(MOST_ROWS * KV_HEADS * config->head_dim + 1, sizeof(uint16_t));
+    walk->v_halves = tests_allocate(MOST_ROWS * KV_HEADS * config->head_dim + 1, sizeof(uint16_t));
     for (size_t j = 0; j < BOTH; j++) {
         tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
         walk->out[j] =
@@ -257,6 +276,8 @@ START_TEST(same_bits_on_a_walk)
     free(walk->q);
     free(walk->k);
     free(walk->v);
+    free(walk->k_halves);
+    free(walk->v_halves);
     free(walk);
 }
 END_TEST
