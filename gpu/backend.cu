@@ -229,12 +229,19 @@ static pkv_status check_kernels(struct backend *backend)
 {
     cudaError_t error = store_find_kernel();
 
-    if (error != cudaErrorNoKernelImageForDevice)
+    switch (error) {
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilationDisabled:
+        cudaGetLastError();
+        return fail(backend->message, PKV_ERROR_UNSUPPORTED,
+                    "backend: CUDA device %d is of %s, for which the module was not built: %s",
+                    backend->device, backend->isa, cudaGetErrorString(error));
+    default:
         return gpu_check(backend, error, "no kernels");
-    cudaGetLastError();
-    return fail(backend->message, PKV_ERROR_UNSUPPORTED,
-                "backend: CUDA device %d is of %s, for which the module was not built",
-                backend->device, backend->isa);
+    }
 }
 
 static pkv_status open_here(struct backend *backend, const struct placement *placement)

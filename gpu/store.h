@@ -5,7 +5,7 @@
 
 #include "gpu.h"
 
-/* cudaErrorNoKernelImageForDevice if the current device cannot run the kernels of the module. */
+/* Whether the current device can run the kernels of the module. */
 cudaError_t store_find_kernel(void);
 
 /* Reserves the pools, or sets the message. store_close takes them back, also after a failure. */

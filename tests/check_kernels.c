@@ -702,15 +702,15 @@ static void coded_errors(const struct coded_case *x, size_t rows, const float *q
             top = fmax(top, p[t]);
         for (size_t t = 0; t < tokens; t++)
             sum += p[t] = exp(p[t] - top);
-        *lse_error =
-            fmax(*lse_error, fabs(top + log(sum) - (m[i] + log(l[i]))) / fmax(4, fabs(top)));
+        *lse_error = fmax(*lse_error,
+                          tests_difference(top + log(sum), m[i] + log(l[i])) / fmax(4, fabs(top)));
         for (size_t j = 0; j < x->d; j++) {
             double exact = 0;
 
             for (size_t t = 0; t < tokens; t++)
                 exact += p[t] * x->values[t * x->d + j] / sum;
             largest = fmax(largest, fabs(exact));
-            *error = fmax(*error, fabs(exact - o[i * x->d + j] / l[i]));
+            *error = fmax(*error, tests_difference(exact, o[i * x->d + j] / l[i]));
         }
     }
     *error /= largest;

@@ -392,8 +392,9 @@ static double output_error(const struct setup *s, const struct expected *e, size
                            e->v[l][g / GROUP], tokens, out, NULL);
             for (size_t i = 0; i < count; i++) {
                 for (size_t c = 0; c < DIM; c++)
-                    largest = fmax(largest, fabs(s->out[l][first + i * QUERY_HEADS * DIM + c] -
-                                                 out[i * DIM + c]));
+                    largest =
+                        fmax(largest, tests_difference(s->out[l][first + i * QUERY_HEADS * DIM + c],
+                                                       out[i * DIM + c]));
             }
         }
     }

@@ -104,7 +104,7 @@ static double difference(const float *a, const float *b, size_t n)
     double largest = 0;
 
     for (size_t i = 0; i < n; i++)
-        largest = fmax(largest, fabs((double)a[i] - b[i]));
+        largest = fmax(largest, tests_difference(a[i], b[i]));
     return largest;
 }
 

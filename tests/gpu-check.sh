@@ -102,9 +102,12 @@ else
 fi
 
 small=${host:+small}
+status=0
 # shellcheck disable=SC2086 # no word where there is none
-if ! OMP_NUM_THREADS=4 timeout 210 "$objects/gpu_check" "$part" $small >"$folder/$part.partial" \
-    2>"$folder/$part.log"; then
+OMP_NUM_THREADS=4 timeout 210 "$objects/gpu_check" "$part" $small >"$folder/$part.partial" \
+    2>"$folder/$part.log" || status=$?
+[ $status -ne 124 ] || echo 'not done in 210 s' >>"$folder/$part.log"
+if [ $status -ne 0 ]; then
     cat "$folder/$part.log" >&2
     printf '{"failed": "%s"}\n' "$(tail -n 1 "$folder/$part.log" | tr -d '"\\\000-\037')" \
         >"$folder/$part.json"

@@ -7,6 +7,7 @@
 #include "tests.h"
 
 #include <dirent.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -308,6 +309,13 @@ uint32_t tests_random(void)
 float tests_random_float(void)
 {
     return (float)(int32_t)tests_random() * 0x1p-31f;
+}
+
+double tests_difference(double a, double b)
+{
+    const double difference = fabs(a - b);
+
+    return isnan(difference) ? INFINITY : difference;
 }
 
 /* ---- Caches ---- */

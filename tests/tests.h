@@ -79,6 +79,9 @@ void tests_seed(uint64_t seed);
 uint32_t tests_random(void);
 float tests_random_float(void); /* in -1 .. 1 */
 
+/* |a - b|; infinity where one is not a number, which fmax() would pass over. */
+double tests_difference(double a, double b);
+
 /* ---- Caches ---- */
 
 /* On tests_backend. */

@@ -110,8 +110,8 @@ static bool fill(const struct bench_arguments *arguments, struct contestant *c,
     return true;
 }
 
-static bool decode_on_cpu(const struct bench_arguments *arguments, struct contestant *c,
-                          size_t steps, const struct operands *o, struct error *error)
+static bool decode_by_layers(const struct bench_arguments *arguments, struct contestant *c,
+                             size_t steps, const struct operands *o, struct error *error)
 {
     for (size_t i = 0; i < steps; i++) {
         pkv_step *step;
@@ -142,8 +142,8 @@ static bool capture(const struct bench_arguments *arguments, struct contestant *
 
 /* As a graph, or the host's part of a short step would count. The same step again and again changes
  * nothing that it reads. */
-static bool decode_on_device(const struct bench_arguments *arguments, struct contestant *c,
-                             size_t steps, const struct operands *o, struct error *error)
+static bool decode_by_graph(const struct bench_arguments *arguments, struct contestant *c,
+                            size_t steps, const struct operands *o, struct error *error)
 {
     struct device *device = arguments->device;
     pkv_step *step;
@@ -166,12 +166,11 @@ static bool decode_on_device(const struct bench_arguments *arguments, struct con
 
 /* Attends `steps` times with one more token of each sequence, which none of them keeps. */
 static bool decode(const struct bench_arguments *arguments, struct contestant *c, size_t steps,
-                   const struct operands *o, double *seconds, struct error *error)
+                   bool by_graph, const struct operands *o, double *seconds, struct error *error)
 {
     double start = machine_seconds();
 
-    if (!(arguments->device != NULL ? decode_on_device : decode_on_cpu)(arguments, c, steps, o,
-                                                                        error))
+    if (!(by_graph ? decode_by_graph : decode_by_layers)(arguments, c, steps, o, error))
         return false;
     *seconds = (machine_seconds() - start) / (double)steps;
     return true;
@@ -197,14 +196,16 @@ static bool measure(const struct bench_arguments *arguments, struct contestant *
                     const struct operands *o, struct read_bandwidth *memory, double *bandwidth,
                     struct error *error)
 {
+    const bool on_device = arguments->device != NULL;
     double seconds;
 
-    /* The first step warms up, and tells how many make a sample. */
+    /* The first step warms up, not yet as a graph: what a device loads when it is first used it may
+     * not load while one is captured. The next tells how many make a sample. */
     for (size_t i = 0; i < arguments->kv_count; i++) {
         struct contestant *c = &contestants[i];
 
-        if (!decode(arguments, c, 1, o, &seconds, error) ||
-            !decode(arguments, c, 1, o, &seconds, error))
+        if (!decode(arguments, c, 1, false, o, &seconds, error) ||
+            !decode(arguments, c, 1, on_device, o, &seconds, error))
             return false;
         c->steps = (size_t)fmin(1e6, ceil(SAMPLE_SECONDS / seconds));
     }
@@ -217,7 +218,7 @@ static bool measure(const struct bench_arguments *arguments, struct contestant *
         for (size_t i = 0; i < arguments->kv_count; i++) {
             struct contestant *c = &contestants[i];
 
-            if (!decode(arguments, c, c->steps, o, &c->seconds[round], error))
+            if (!decode(arguments, c, c->steps, on_device, o, &c->seconds[round], error))
                 return false;
         }
     }

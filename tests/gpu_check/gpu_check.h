@@ -14,6 +14,7 @@
 
 extern "C" {
 #include "cache.h"
+#include "numeric.h"
 }
 
 #define REQUIRE(condition)                                                                         \

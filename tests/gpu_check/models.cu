@@ -380,16 +380,6 @@ static void measure_memory(const struct transformer *t, size_t tokens)
 
 /* ---- Tests ---- */
 
-static float bf16(float x)
-{
-    uint32_t bits;
-
-    memcpy(&bits, &x, sizeof bits);
-    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-    memcpy(&x, &bits, sizeof bits);
-    return x;
-}
-
 /* Rows of a type on the device, from floats that it represents. */
 static void *upload(const struct transformer *t, const std::vector<float> &from, pkv_dtype dtype)
 {
@@ -399,12 +389,8 @@ static void *upload(const struct transformer *t, const std::vector<float> &from,
     void *copy;
 
     if (dtype == PKV_BF16) {
-        for (float x : from) {
-            uint32_t bits;
-
-            memcpy(&bits, &x, sizeof bits);
-            halves.push_back((uint16_t)(bits >> 16));
-        }
+        for (float x : from)
+            halves.push_back(bf16_from_f32(x));
         source = halves.data();
         bytes = halves.size() * sizeof(uint16_t);
     }
@@ -422,11 +408,8 @@ static std::vector<float> download(const struct transformer *t, const void *from
     REQUIRE_CUDA(cudaMemcpyAsync(to, from, count * (dtype == PKV_BF16 ? 2 : 4),
                                  cudaMemcpyDeviceToHost, stream_of(t)));
     REQUIRE_CUDA(cudaStreamSynchronize(stream_of(t)));
-    for (size_t i = 0; i < count && dtype == PKV_BF16; i++) {
-        const uint32_t bits = (uint32_t)halves[i] << 16;
-
-        memcpy(&values[i], &bits, sizeof bits);
-    }
+    for (size_t i = 0; i < count && dtype == PKV_BF16; i++)
+        values[i] = bf16_to_f32(halves[i]);
     return values;
 }
 
@@ -446,7 +429,7 @@ static double product_difference(const struct transformer *t, size_t rows, pkv_d
     for (std::vector<float> *all : {&x, &w, &y}) {
         for (float &value : *all) {
             state = state * 6364136223846793005u + 1442695040888963407u;
-            value = bf16((float)(int32_t)(state >> 32) * 0x3p-31f);
+            value = bf16_to_f32(bf16_from_f32((float)(int32_t)(state >> 32) * 0x3p-31f));
         }
     }
     on_device[0] = upload(t, x, dtype);
@@ -475,6 +458,7 @@ static double product_difference(const struct transformer *t, size_t rows, pkv_d
                 sum += term;
                 all += fabs(term);
             }
+            REQUIRE(std::isfinite(got[i * n + j]));
             worst = fmax(worst, fabs((double)got[i * n + j] - sum) / all);
         }
     }
