@@ -31,7 +31,8 @@ static struct part_form form_of(const struct geometry *geometry, size_t layer, e
                       is_key ? geometry->rank_k[layer] : geometry->rank_v[layer]);
 }
 
-/* What a tuned kernel reads must be aligned to. */
+/* What a tuned kernel reads must be aligned to, and more than an element: scales of an odd rank may
+ * be in front of it. */
 #define PART_ALIGNMENT 16
 
 /* Whether pages of a layer are in the order of order.h for tensor cores: where decode.cu attends.
@@ -48,15 +49,13 @@ static size_t divide_factor_page(const struct geometry *geometry, size_t layer,
                                  struct part_place *parts)
 {
     const bool fragments = has_fragments(geometry, layer);
-    const size_t alignment = fragments ? PART_ALIGNMENT : 1;
     size_t bytes = 0;
 
     for (int i = PART_K_LEFT; i <= PART_V_RIGHT; i++) {
         struct part_form form = form_of(geometry, layer, (enum page_part)i);
-
         struct part_place part;
 
-        part.offset = (bytes + alignment - 1) / alignment * alignment;
+        part.offset = (bytes + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
         part.rows = (unsigned)form.rows;
         part.columns = (unsigned)form.columns;
         part.coded = form.coded;

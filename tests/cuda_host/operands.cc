@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 /* No test has more in one operand. */
 #define MOST_BYTES ((size_t)1 << 28)
@@ -29,11 +30,13 @@ static void require(cudaError_t error)
     abort();
 }
 
-/* Bytes from the first element to the last one, or 0. */
-static size_t extent(pkv_dtype dtype, size_t rows, size_t heads, size_t d, size_t token_stride,
-                     size_t head_stride)
+/* Bytes from the first element to the last one, or 0. Callers may give what is no type, which C++
+ * must not load as one. */
+static size_t extent(const pkv_dtype &dtype, size_t rows, size_t heads, size_t d,
+                     size_t token_stride, size_t head_stride)
 {
-    const size_t size = dtype == PKV_F32 ? 4 : 2;
+    const pkv_dtype f32 = PKV_F32;
+    const size_t size = memcmp(&dtype, &f32, sizeof dtype) == 0 ? 4 : 2;
     size_t row_span, head_span, bytes;
 
     if (head_stride == 0)
