@@ -4,6 +4,7 @@
 #include "backends.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,11 +21,11 @@ static pkv_status open_module(const char *name, const struct backend_ops **ops,
     char path[MODULE_PATH_BYTES];
     void *handle;
 
-    if (snprintf(path, sizeof path, "%s/puzzlekv-%s.so", folder ? folder : PKGLIBDIR, name) >=
-        (int)sizeof path)
+    if (snprintf(path, sizeof path, "%s/puzzlekv-%s.so", folder && *folder ? folder : PKGLIBDIR,
+                 name) >= (int)sizeof path)
         return fail(message, PKV_ERROR_UNSUPPORTED,
                     "backend: \"%s\": the module's path is too long", name);
-    if (access(path, F_OK) != 0)
+    if (access(path, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR))
         return fail(message, PKV_ERROR_UNSUPPORTED,
                     "backend: \"%s\": there is no %s, which a build with CUDA has", name, path);
     handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);

@@ -28,8 +28,9 @@ esac
 source=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
-objects=$folder/objects
-mkdir -p "$objects"
+objects=$(mktemp -d)
+trap 'rm -rf "$objects"' EXIT
+trap 'exit 1' HUP INT TERM
 arch=${PUZZLEKV_GPU_ARCH:-sm_90}
 jobs=$(nproc)
 host=${PUZZLEKV_GPU_CHECK:-}
@@ -46,9 +47,9 @@ if [ -z "$host" ]; then
 fi
 
 # LAPACK's solver is not used, and digests are only compared: stand-ins do where there is none.
-stand_ins="-I$source/tests/gpu_check/lapacke"
+stand_ins="-Itests/gpu_check/lapacke"
 echo '#include <xxhash.h>' | gcc -E - >/dev/null 2>&1 ||
-    stand_ins="$stand_ins -I$source/tests/gpu_check/xxhash"
+    stand_ins="$stand_ins -Itests/gpu_check/xxhash"
 : >"$objects/config.h"
 
 # The runner's module, which needs cuBLAS to be built and to start.
@@ -65,9 +66,9 @@ if [ "$host" ] || has_cublas; then
         tests/gpu_check/models.cu"
     models_flags='-DHAVE_MODELS -Itools/runner/cuda -Itools'
 else
-    echo "gpu-check.sh: no models: there is no cuBLAS, see $objects/probe.log" >&2
+    echo "gpu-check.sh: no models: there is no cuBLAS:" >&2
+    cat "$objects/probe.log" >&2
 fi
-rm -f "$objects"/*.o
 
 # One line a source: its object, then the command without both.
 commands() {
@@ -92,7 +93,7 @@ commands() {
 }
 
 commands | while read -r file command; do
-    echo "$command -c -o $objects/$(echo "$file" | tr / -).o $file"
+    echo "$command -c -o $objects/$(echo "$file" | tr / -).o $file || exit 255" # and none after it
 done | tr '\n' '\0' | xargs -0 -r -n 1 -P "$jobs" sh -c
 if [ "$host" ]; then
     g++ -o "$objects/gpu_check" "$objects"/*.o -fopenmp -llapacke -lopenblas -ldl -lm

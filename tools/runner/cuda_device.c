@@ -4,6 +4,7 @@
 #include "cuda_device.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -35,10 +36,10 @@ static bool open_module(const struct device_operations **operations, struct erro
     char path[MODULE_PATH_BYTES];
     void *handle;
 
-    if (snprintf(path, sizeof path, "%s/puzzlekv-runner-cuda.so", folder ? folder : PKGLIBDIR) >=
-        (int)sizeof path)
+    if (snprintf(path, sizeof path, "%s/puzzlekv-runner-cuda.so",
+                 folder && *folder ? folder : PKGLIBDIR) >= (int)sizeof path)
         return error_set(error, "--backend cuda: the module's path is too long");
-    if (access(path, F_OK) != 0)
+    if (access(path, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR))
         return error_set(error, "--backend cuda: there is no %s, which a build with CUDA has",
                          path);
     handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
