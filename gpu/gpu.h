@@ -279,13 +279,18 @@ __device__ static inline float input_element(const pkv_input *input, size_t row,
                         row * input->token_stride + head * input->head_stride + i);
 }
 
-/* Whether 16 bytes can be loaded at once from each eighth element of a head on. */
+/* Whether each eighth element of a head begins where 16 bytes are moved at once. */
+EVERYWHERE bool heads_aligned(pkv_dtype dtype, const void *data, size_t token_stride,
+                              size_t head_stride)
+{
+    const size_t mask = dtype == PKV_F32 ? 3 : 7;
+
+    return (uintptr_t)data % 16 == 0 && (token_stride & mask) == 0 && (head_stride & mask) == 0;
+}
+
 EVERYWHERE bool input_aligned(const pkv_input *input)
 {
-    const size_t mask = input->dtype == PKV_F32 ? 3 : 7;
-
-    return (uintptr_t)input->data % 16 == 0 && (input->token_stride & mask) == 0 &&
-           (input->head_stride & mask) == 0;
+    return heads_aligned(input->dtype, input->data, input->token_stride, input->head_stride);
 }
 
 /* The eight elements of 16 bits in 16 bytes. */

@@ -881,15 +881,9 @@ static pkv_status launch(struct backend *backend, const struct prefill_views *a,
     return status;
 }
 
-/* Whether 8 elements of a row begin at a multiple of 16 bytes. */
-static bool in_pieces(const void *data, size_t token_stride, size_t head_stride)
-{
-    return (uintptr_t)data % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
-}
-
 static bool can_copy(const pkv_input *input, pkv_dtype dtype)
 {
-    return input->dtype == dtype && in_pieces(input->data, input->token_stride, input->head_stride);
+    return input->dtype == dtype && input_aligned(input);
 }
 
 pkv_status prefill_run(struct backend *backend, size_t layer, const pkv_step_io *io)
@@ -907,7 +901,8 @@ pkv_status prefill_run(struct backend *backend, size_t layer, const pkv_step_io 
     a.lse = io->lse;
     a.q_parts = io->q.dtype == a.layer.dtype ? 1 : 2;
     a.copied = can_copy(&io->k, a.layer.dtype) && can_copy(&io->v, a.layer.dtype);
-    a.out_in_pieces = in_pieces(io->out.data, io->out.token_stride, io->out.head_stride);
+    a.out_in_pieces =
+        heads_aligned(io->out.dtype, io->out.data, io->out.token_stride, io->out.head_stride);
     for (size_t end; a.first_item < plan->n_items && status == PKV_OK; a.first_item = end) {
         size_t rows = 0;
         dim3 grid;

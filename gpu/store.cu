@@ -451,24 +451,17 @@ __device__ static void load_eight(const pkv_input *input, size_t at, float x[8])
 __device__ static unsigned most_of(const pkv_input *input, bool aligned, size_t at)
 {
     unsigned most = 0;
+    float x[8];
 
-    if (!aligned) {
-        for (unsigned i = 0; i < 8; i++) {
-            const unsigned bits =
-                f32_bits(load_element(input->dtype, input->data, at + i)) & 0x7fffffffu;
-
-            most = bits > most ? bits : most;
-        }
-    } else {
-        float x[8];
-
+    if (aligned)
         load_eight(input, at, x);
-        UNROLL
-        for (unsigned i = 0; i < 8; i++) {
-            const unsigned bits = f32_bits(x[i]) & 0x7fffffffu;
+    UNROLL
+    for (unsigned i = 0; i < 8; i++) {
+        const unsigned bits =
+            f32_bits(aligned ? x[i] : load_element(input->dtype, input->data, at + i)) &
+            0x7fffffffu;
 
-            most = bits > most ? bits : most;
-        }
+        most = bits > most ? bits : most;
     }
     return most;
 }

@@ -391,6 +391,13 @@ static uint64_t digest_of(pkv_seq *seq)
     return digest;
 }
 
+/* The same cache on the CPU, 0, or the device, 1. */
+static pkv_cache *open_on(size_t j, const pkv_config *config)
+{
+    tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
+    return tests_open_cache(config);
+}
+
 static pkv_seq *open_seq(pkv_cache *cache)
 {
     pkv_seq *seq;
@@ -444,8 +451,7 @@ START_TEST(faults_come_later)
     config.step_flags = PKV_STEP_ASYNC;
     config.stream = cuda_host_open_stream(0); /* which the CPU does not look at */
     for (size_t j = 0; j < BOTH; j++) {
-        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
-        caches[j] = tests_open_cache(&config);
+        caches[j] = open_on(j, &config);
         bad[j] = open_seq(caches[j]);
         good[j] = open_seq(caches[j]);
         ck_assert_int_eq(queue_step(caches[j], bad[j], 40, 1, GOOD, &queued), PKV_OK);
@@ -525,12 +531,9 @@ START_TEST(settled_while_capturing)
     config.step_flags = PKV_STEP_ASYNC;
     config.stream = cuda_host_open_stream(0);
     for (size_t j = 0; j < BOTH; j++) {
-        pkv_cache *cache;
-        pkv_seq *seq;
+        pkv_cache *cache = open_on(j, &config);
+        pkv_seq *seq = open_seq(cache);
 
-        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
-        cache = tests_open_cache(&config);
-        seq = open_seq(cache);
         ck_assert_int_eq(queue_step(cache, seq, 40, 1, GOOD, &queued), PKV_OK);
         if (j == 1) {
             ck_assert_uint_eq(cache->n_submitted, 1);
@@ -561,12 +564,9 @@ START_TEST(many_steps_under_way)
     config.step_flags = PKV_STEP_ASYNC;
     config.stream = cuda_host_open_stream(0);
     for (size_t j = 0; j < BOTH; j++) {
-        pkv_cache *cache;
-        pkv_seq *seq;
+        pkv_cache *cache = open_on(j, &config);
+        pkv_seq *seq = open_seq(cache);
 
-        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
-        cache = tests_open_cache(&config);
-        seq = open_seq(cache);
         for (size_t i = 0; i < 20; i++) {
             ck_assert_int_eq(queue_step(cache, seq, 1 + i, i, GOOD, &queued), PKV_OK);
             ck_assert_uint_le(cache->n_submitted, MAX_SUBMITTED);
@@ -599,12 +599,9 @@ START_TEST(several_warps)
     fill(k, PROMPT * D);
     fill(v, PROMPT * D);
     for (size_t j = 0; j < BOTH; j++) {
-        pkv_cache *cache;
-        pkv_seq *seq;
+        pkv_cache *cache = open_on(j, &config);
+        pkv_seq *seq = open_seq(cache);
 
-        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
-        cache = tests_open_cache(&config);
-        seq = open_seq(cache);
         /* The last one attends to factors. */
         for (size_t i = 0; i < 3; i++) {
             const pkv_step_item item = {seq, i == 0 ? PROMPT : 2};
@@ -652,8 +649,7 @@ static void open_decoding(struct decoding *decoding, pkv_config *config)
     decoding->stream = config->stream = cuda_host_open_stream(0);
     config->max_tokens = GRAPH_SEQUENCES * (GRAPH_STEPS + 60);
     for (size_t j = 0; j < BOTH; j++) {
-        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
-        decoding->caches[j] = tests_open_cache(config);
+        decoding->caches[j] = open_on(j, config);
         for (size_t i = 0; i < GRAPH_SEQUENCES; i++)
             decoding->items[j][i] = (pkv_step_item){open_seq(decoding->caches[j]), 1};
     }
@@ -1084,8 +1080,7 @@ START_TEST(many_problems)
         pkv_step_item items[SEQUENCES];
         pkv_cache *cache;
 
-        tests_backend = j == 0 ? &backend_cpu : &backend_cuda;
-        cache = tests_open_cache(&config);
+        cache = open_on(j, &config);
         for (size_t i = 0; i < SEQUENCES; i++)
             items[i] = (pkv_step_item){open_seq(cache), FIRST};
         store_rows(cache, items, SEQUENCES, rows, &queued);
